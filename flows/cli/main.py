@@ -1,0 +1,61 @@
+"""The command `miles`. Exit codes: 0 done, 2 refused input, 1 failed (resumable, says how)."""
+
+import signal
+import sys
+from typing import Any, NoReturn
+
+import click
+import typer
+
+from flows.cli import config, down, make_tiny, rerun, runs, show, train
+from miles_core.errors import InputError
+from miles_core.store.files import DamagedError
+
+app = typer.Typer(
+    name="miles",
+    help="RL post-training for image diffusion models as a pipeline with checkpointed stages.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+ANY_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
+app.command("train", context_settings=ANY_FLAGS)(train.train)
+app.command("rerun", context_settings=ANY_FLAGS)(rerun.rerun)
+app.command("show")(show.show)
+app.command("runs")(runs.runs)
+app.command("config", context_settings=ANY_FLAGS)(config.config)
+app.command("make-tiny")(make_tiny.make_tiny)
+app.command("down")(down.down)
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run a command; every refusal is one sentence and exit code 2, every failure names the way on."""
+    signal.signal(signal.SIGTERM, _terminate)
+    sys.exit(_run(app, sys.argv[1:] if arguments is None else arguments))
+
+
+def _run(command: Any, arguments: list[str]) -> int:
+    try:
+        result = command(arguments, standalone_mode=False)
+    except InputError as fault:
+        return _say(str(fault), 2)
+    except click.exceptions.UsageError as fault:
+        return _say(f"{fault.format_message().rstrip('.')}: see `miles --help`", 2)
+    except (KeyboardInterrupt, click.exceptions.Abort):
+        return _say("interrupted; run the same command again to resume", 1)
+    except (RuntimeError, OSError, DamagedError) as fault:
+        return _say(f"{fault}" if "again" in str(fault) else f"{fault}; run the same command again to resume", 1)
+    return result if isinstance(result, int) else 0
+
+
+def _say(sentence: str, code: int) -> int:
+    print(f"miles: {sentence}", file=sys.stderr, flush=True)
+    return code
+
+
+def _terminate(number: int, frame: Any) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    main()

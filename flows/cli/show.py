@@ -1,0 +1,67 @@
+"""miles show RUN [ITER [STAGE]]: what a run holds."""
+
+import typer
+
+from miles_core.errors import InputError
+from miles_core.observe.terminal import figures_of
+from miles_core.pipeline.run import open_run
+from miles_core.store.manifest import Manifest
+from miles_core.store.run_store import RunStore
+from miles_core.store.stages import ITERATION_STAGES
+
+
+def show(
+    run: str = typer.Argument(help="Name of the run."),
+    iteration: int | None = typer.Argument(None, help="Number of an iteration."),
+    stage: str | None = typer.Argument(None, help="A stage of it."),
+    artifact_root: str | None = typer.Option(None, help="Folder of all runs."),
+) -> None:
+    """Show a run's iterations, an iteration's stages with all attempts, or a stage's files."""
+    store, _ = open_run(run, artifact_root)
+    if iteration is None:
+        _run(store)
+        return
+    if iteration not in store.iterations():
+        raise InputError(f"run {run} has no iteration {iteration}: `miles show {run}` lists those there are")
+    if stage is None:
+        for name in ITERATION_STAGES:
+            _attempts(store, name, iteration)
+        return
+    if stage not in ITERATION_STAGES:
+        raise InputError(f"there is no stage {stage!r}: choose one of {', '.join(ITERATION_STAGES)}")
+    name = next(s for s in ITERATION_STAGES if s == stage)
+    _attempts(store, name, iteration)
+    for manifest in store.committed(name, iteration):
+        print(f"\n{store.files.url(manifest.folder)}")
+        for part in manifest.parts:
+            print(f"  {part.path.removeprefix(manifest.folder + '/'):<48} {part.bytes:>10} bytes {part.rows:>6} rows")
+        for upstream in manifest.upstream.values():
+            print(f"  from {upstream.stage} of iteration {upstream.iteration}: {upstream.attempt}")
+
+
+def _run(store: RunStore) -> None:
+    record = store.record() or {}
+    print(f"run {store.run} · recipe {record['recipe']} · {store.files.url(store.run)}")
+    for iteration in store.iterations():
+        line = {name: store.on_line(name, iteration) for name in ITERATION_STAGES}
+        done = [name for name, manifest in line.items() if manifest]
+        rewards, update = line["rewards"], line["update"]
+        reward = f"reward mean {rewards.summary['reward_mean']:.4f}" if rewards else ""
+        loss = f"loss {update.summary['loss']:.3g}" if update else ""
+        attempts = sum(len(store.committed(name, iteration)) for name in ITERATION_STAGES)
+        beside = f"  {attempts - len(done)} attempts beside the line" if attempts > len(done) else ""
+        print(f"iteration {iteration}: {len(done)} of {len(ITERATION_STAGES)} stages  {reward}  {loss}{beside}")
+
+
+def _attempts(store: RunStore, name: str, iteration: int) -> None:
+    stage = next(s for s in ITERATION_STAGES if s == name)
+    line = store.on_line(stage, iteration)
+    committed: list[Manifest] = store.committed(stage, iteration)
+    for manifest in committed:
+        mark = "on the line" if line and line.attempt == manifest.attempt else "beside it"
+        damage = store.damage(manifest)
+        state = f"DAMAGED: {damage}" if damage else figures_of(stage, manifest.summary)
+        print(f"{stage:<11}{manifest.attempt:<16} {mark:<12}{manifest.rows:>6} rows  {manifest.content_digest[:12]}  {state}")
+    unfinished = len(store.attempts(stage, iteration)) - len(committed)
+    if unfinished:
+        print(f"{stage:<11}{unfinished} unfinished")

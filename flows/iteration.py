@@ -1,0 +1,44 @@
+"""One RL iteration: prompts → rollout → rewards → advantages → update → sync."""
+
+from prefect import flow
+from prefect.runtime import flow_run
+from prefect.task_runners import ThreadPoolTaskRunner
+
+from flows.session import run_session
+from miles_core.pipeline.feed import RolloutFeed
+from miles_core.pipeline.upstream import policy_in_force
+from tasks.advantages import normalize_advantages
+from tasks.prompts import sample_prompts
+from tasks.rewards import score_rewards
+from tasks.rollout import generate_rollout
+from tasks.sync import sync_weights
+from tasks.update import initialize_policy, update_policy
+
+
+@flow(
+    name="iteration",
+    flow_run_name="{run} · iteration {iteration}",
+    task_runner=ThreadPoolTaskRunner(max_workers=2),
+    validate_parameters=True,
+)
+def iteration(run: str, iteration: int, artifact_root: str | None = None) -> None:
+    """Run or resume one iteration of a run; what is committed is reused.
+
+    Args:
+        run: name of the run.
+        iteration: number of the iteration, from 0; the ones before it must be committed.
+        artifact_root: folder of all runs; unset: MILES_ARTIFACT_ROOT, else the user's data folder.
+    """
+    with run_session(run, artifact_root) as session:
+        step = session.step(iteration, flow_run_id=flow_run.id)
+        if iteration == 0:
+            initialize_policy(step)
+        prompts = sample_prompts(step)
+        policy = policy_in_force(step)
+        feed = RolloutFeed()
+        rollout = generate_rollout.submit(step, prompts, policy, feed)
+        rewards = score_rewards.submit(step, feed)
+        made = rollout.result()
+        advantages = normalize_advantages(step, rewards.result())
+        update = update_policy(step, made, advantages, policy)
+        sync_weights(step, update)

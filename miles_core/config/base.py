@@ -1,0 +1,40 @@
+"""How a configuration field declares itself: type, default, sentence, and the stages it affects."""
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from miles_core.store.stages import STAGES, StageName
+
+
+def option(default: Any, doc: str, *, affects: tuple[StageName, ...] = (), **constraints: Any) -> Any:
+    """A field with its documentation and the stages whose result depends on it.
+
+    A field that affects none is operational: workers, time-outs, concurrency, how long to run.
+    """
+    unknown = set(affects) - set(STAGES)
+    if unknown:
+        raise TypeError(f"unknown stages {sorted(unknown)}")
+    return Field(default, description=doc, json_schema_extra={"affects": list(affects)}, **constraints)
+
+
+class Group(BaseModel):
+    """A concern's fields. Frozen: a changed configuration is a new one, checked as a whole."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, str):
+        return [part for part in re.split(r"[,\s]+", value.strip()) if part]
+    return value
+
+
+def _names(value: Any) -> Any:
+    return _numbers(value)
+
+
+Ints = Annotated[tuple[int, ...], BeforeValidator(_numbers)]
+IntPair = Annotated[tuple[int, int], BeforeValidator(_numbers)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_names)]

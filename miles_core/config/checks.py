@@ -1,0 +1,137 @@
+"""What must hold between fields. Each check raises ValueError with one sentence: what, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from miles_core.config.run_config import RunConfig
+
+STRATEGIES = ("sde_window", "epoch_global_random_choice")
+
+
+def strategy_name(path: str | None) -> str:
+    """Short name of a stock step strategy; dotted and file paths of the reference name the same ones."""
+    return (path or STRATEGIES[0]).replace("/", ".").rsplit(".", 1)[-1]
+
+
+def batches(c: RunConfig) -> None:
+    total = c.samples_per_rollout
+    size, steps = c.data.global_batch_size, c.data.num_steps_per_rollout
+    product = f"rollout_batch_size {c.data.rollout_batch_size} x n_samples_per_prompt {c.data.n_samples_per_prompt} = {total}"
+    if size and steps and size * steps != total:
+        raise ValueError(
+            f"{product} must equal global_batch_size {size} x num_steps_per_rollout {steps} = {size * steps}: "
+            "change one of the four, or leave out one of the last two"
+        )
+    if size and total % size:
+        raise ValueError(f"{product} is not a multiple of --global-batch-size {size}: change one of them")
+    if steps and total % steps:
+        raise ValueError(f"{product} is not a multiple of --num-steps-per-rollout {steps}: change one of them")
+    n, k = c.data.n_samples_per_prompt, c.rollout.rollout_microgroup_size
+    if n % k:
+        raise ValueError(f"--n-samples-per-prompt {n} is not a multiple of --rollout-microgroup-size {k}: change one of them")
+    tile = (c.data.micro_batch_size_sample, c.data.micro_batch_size_tstep)
+    if (tile[0] is None) != (tile[1] is None):
+        raise ValueError("--micro-batch-size-sample and --micro-batch-size-tstep make one 2D tile: give both or neither")
+
+
+def steps(c: RunConfig) -> None:
+    r = c.rollout
+    name, count = strategy_name(r.diffusion_step_strategy_path), r.diffusion_num_sde_steps
+    if name not in STRATEGIES:
+        raise ValueError(
+            f"--diffusion-step-strategy-path {r.diffusion_step_strategy_path}: a strategy of one's own is not there yet, "
+            f"choose {' or '.join(STRATEGIES)}"
+        )
+    if r.diffusion_step_strategy_path and count == 0:
+        raise ValueError(f"the step strategy {name} picks --diffusion-num-sde-steps steps and that is 0: give at least 1")
+    if count > r.diffusion_num_steps:
+        raise ValueError(
+            f"--diffusion-num-sde-steps {count} is more than --diffusion-num-steps {r.diffusion_num_steps}: lower it"
+        )
+    if r.diffusion_sde_window_range is not None:
+        first, end = r.diffusion_sde_window_range
+        if not 0 <= first < end <= r.diffusion_num_steps:
+            raise ValueError(
+                f"--diffusion-sde-window-range {first},{end} does not lie inside the schedule 0,{r.diffusion_num_steps}: "
+                "give first,end with 0 <= first < end <= diffusion_num_steps"
+            )
+        if count > end - first:
+            raise ValueError(f"--diffusion-num-sde-steps {count} does not fit the window range {first},{end}: widen it")
+        if name != "sde_window":
+            raise ValueError(f"--diffusion-sde-window-range belongs to sde_window, not {name}: leave it out")
+        if count == 0:
+            raise ValueError("--diffusion-sde-window-range needs --diffusion-num-sde-steps: give at least 1")
+    if r.diffusion_sde_candidate_steps is not None:
+        wrong = [s for s in r.diffusion_sde_candidate_steps if not 0 <= s < r.diffusion_num_steps]
+        if wrong:
+            raise ValueError(
+                f"--diffusion-sde-candidate-steps holds {wrong[0]}, outside the steps 0..{r.diffusion_num_steps - 1}: take it out"
+            )
+        if len(set(r.diffusion_sde_candidate_steps)) != len(r.diffusion_sde_candidate_steps):
+            raise ValueError("--diffusion-sde-candidate-steps names a step twice: name each once")
+        if name != "epoch_global_random_choice":
+            raise ValueError(f"--diffusion-sde-candidate-steps belongs to epoch_global_random_choice, not {name}: leave it out")
+        if count > len(r.diffusion_sde_candidate_steps):
+            raise ValueError(f"--diffusion-num-sde-steps {count} is more than the candidate steps: lower it or name more")
+
+
+def dynamics(c: RunConfig) -> None:
+    r = c.rollout
+    if c.algorithm.loss_type == "policy_loss" and r.diffusion_sde_type == "ode":
+        raise ValueError("--diffusion-sde-type ode leaves --loss-type policy_loss without one SDE step: choose sde or cps")
+    if r.diffusion_noise_level == 0 and r.diffusion_sde_type != "ode":
+        raise ValueError(f"--diffusion-noise-level 0 makes {r.diffusion_sde_type} steps deterministic: give a level above 0")
+    if r.diffusion_sde_type == "cps" and not r.diffusion_log_prob_no_const and _may_train_last_step(c):
+        raise ValueError(
+            "cps over the last step has no log-prob (its noise is 0): give --diffusion-log-prob-no-const, "
+            f"or end the steps before {r.diffusion_num_steps - 1}"
+        )
+    if r.diffusion_sde_type == "sde" and r.diffusion_num_steps < 2:
+        raise ValueError("--diffusion-num-steps 1 gives an sde step no sigma below 1: give at least 2")
+    for name in ("diffusion_height", "diffusion_width"):
+        if getattr(r, name) % 16:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(r, name)} is not a multiple of 16: change it")
+
+
+def _may_train_last_step(c: RunConfig) -> bool:
+    r = c.rollout
+    last = r.diffusion_num_steps - 1
+    if r.diffusion_num_sde_steps == 0:
+        return True
+    if strategy_name(r.diffusion_step_strategy_path) == "sde_window":
+        return (r.diffusion_sde_window_range or (0, r.diffusion_num_steps))[1] > last
+    return last in (r.diffusion_sde_candidate_steps or range(r.diffusion_num_steps))
+
+
+def optimizer(c: RunConfig) -> None:
+    o = c.optimizer
+    if o.lr_decay_style != "constant" and o.lr_decay_iters is None:
+        raise ValueError(f"--lr-decay-style {o.lr_decay_style} needs --lr-decay-iters, counted in optimizer steps: give it")
+    if o.lr_warmup_fraction is not None and o.lr_decay_iters is None:
+        raise ValueError("--lr-warmup-fraction is a share of --lr-decay-iters: give that too")
+    if o.lr_warmup_fraction is not None and o.lr_warmup_iters:
+        raise ValueError("--lr-warmup-fraction and --lr-warmup-iters say the same thing twice: give one")
+    if (o.lr_wsd_decay_iters is not None or o.lr_wsd_decay_style is not None) and o.lr_decay_style != "WSD":
+        raise ValueError("--lr-wsd-decay-iters and --lr-wsd-decay-style belong to --lr-decay-style WSD: choose it or leave them out")
+    if o.lr_decay_style == "WSD" and o.lr_wsd_decay_iters is None:
+        raise ValueError("--lr-decay-style WSD needs --lr-wsd-decay-iters: give it")
+    if o.min_lr > o.lr:
+        raise ValueError(f"--min-lr {o.min_lr} is above --lr {o.lr}: lower it")
+    warmup = o.lr_warmup_iters or int((o.lr_warmup_fraction or 0) * (o.lr_decay_iters or 0))
+    if o.lr_decay_iters is not None and warmup > o.lr_decay_iters:
+        raise ValueError(f"--lr-warmup-iters {warmup} is more than --lr-decay-iters {o.lr_decay_iters}: lower it")
+
+
+def needs(c: RunConfig) -> None:
+    if not c.lora.use_lora:
+        raise ValueError("training all weights is not there yet: give --use-lora")
+    if c.algorithm.ref_mode == "none" and c.algorithm.diffusion_kl_beta > 0:
+        raise ValueError("--diffusion-kl-beta above 0 needs a reference: leave out --ref-mode none")
+    if c.cluster.device == "cpu" and c.rollout.diffusion_generator_device == "cuda":
+        raise ValueError("--diffusion-generator-device cuda needs a GPU and --device is cpu: give --diffusion-generator-device cpu")
+
+
+CHECKS: tuple[Callable[[RunConfig], None], ...] = (batches, steps, dynamics, optimizer, needs)

@@ -1,0 +1,25 @@
+"""Where things lie when nothing else is said: models made by code, artifacts, the local Prefect server's state."""
+
+import os
+from pathlib import Path
+
+from platformdirs import user_data_path
+
+from miles_core.config.run_config import RunConfig
+from miles_core.errors import InputError
+
+
+def home() -> Path:
+    """MILES_HOME, else the user's data folder for miles."""
+    return Path(os.environ.get("MILES_HOME") or user_data_path("miles")).expanduser().absolute()
+
+
+def artifact_root(config: RunConfig | None = None, given: str | None = None) -> str:
+    """The root of all runs, absolute: given, the configuration's, MILES_ARTIFACT_ROOT, else under home()."""
+    root = given or (config.run.artifact_root if config else None) or os.environ.get("MILES_ARTIFACT_ROOT")
+    root = root or str(home() / "artifacts")
+    if root.startswith("s3://"):
+        raise InputError(f"--artifact-root {root}: s3 is not there yet, give a local folder")
+    if "://" in root:
+        raise InputError(f"--artifact-root {root}: give a local folder")
+    return str(Path(root).expanduser().absolute())

@@ -1,0 +1,178 @@
+"""The concerns of a run, each with the reference's flag names, defaults and a sentence per field."""
+
+from typing import Literal
+
+from miles_core.config.base import Group, IntPair, Ints, Names, option
+
+Dtype = Literal["fp32", "bf16"]
+
+
+class RunGroup(Group):
+    """Which run, where its artifacts lie, how long it goes on."""
+
+    run_id: str | None = option(None, "name of the run; unset: the recipe's name")
+    new: bool = option(False, "start a new run: adds a number to the name")
+    artifact_root: str | None = option(
+        None, "folder of all runs; unset: MILES_ARTIFACT_ROOT, else the user's data folder"
+    )
+    code_path: str | None = option(None, "folder the user's own modules are found in; unset: where the command is given")
+    num_rollout: int = option(1, "iterations of the whole run; a larger number later carries on", ge=1)
+
+
+class ClusterGroup(Group):
+    """Processes and devices."""
+
+    actor_num_nodes: int = option(1, "nodes that train", ge=1)
+    actor_num_gpus_per_node: int = option(1, "trainer ranks a node; processes where device is cpu", ge=1)
+    rollout_num_engines: int = option(1, "rollout engines where device is cpu", ge=1)
+    rollout_engine: Literal["diffusers"] = option(
+        "diffusers", "engine that generates: the embedded diffusers engine", affects=("rollout",)
+    )
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "device of trainer and engines; auto: cuda where there is one")
+    distributed_timeout_minutes: int = option(10, "limit of one collective or one actor call, in minutes", ge=1)
+
+
+class TrainingGroup(Group):
+    """The trainer's backend and precision."""
+
+    train_backend: Literal["fsdp"] = option("fsdp", "training backend", affects=("update",))
+    fsdp_master_dtype: Literal["fp32"] = option("fp32", "dtype of the trained weights and moments", affects=("update",))
+    fsdp_reduce_dtype: Dtype = option("fp32", "dtype of the gradient reduction", affects=("update",))
+    diffusion_forward_dtype: Dtype = option(
+        "bf16", "dtype of the transformer's forward in trainer and embedded engine", affects=("rollout", "update")
+    )
+    gradient_checkpointing: bool = option(False, "recompute activations in the backward pass", affects=("update",))
+
+
+class OptimizerGroup(Group):
+    """AdamW and its schedule. The schedule counts optimizer steps and never depends on num_rollout."""
+
+    optimizer: Literal["adam"] = option("adam", "optimizer (AdamW)", affects=("update",))
+    lr: float = option(1e-6, "learning rate", affects=("update",), gt=0)
+    adam_beta1: float = option(0.9, "Adam's first decay", affects=("update",), ge=0, lt=1)
+    adam_beta2: float = option(0.999, "Adam's second decay", affects=("update",), ge=0, lt=1)
+    adam_eps: float = option(1e-8, "Adam's epsilon", affects=("update",), gt=0)
+    weight_decay: float = option(0.0, "decoupled weight decay", affects=("update",), ge=0)
+    clip_grad: float = option(1.0, "limit of the global gradient norm; 0 is off", affects=("update",), ge=0)
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
+        "constant", "shape of the schedule after warm-up", affects=("update",)
+    )
+    min_lr: float = option(0.0, "learning rate the decay ends at", affects=("update",), ge=0)
+    lr_warmup_init: float = option(0.0, "learning rate the warm-up starts from", affects=("update",), ge=0)
+    lr_warmup_iters: int = option(0, "optimizer steps of linear warm-up", affects=("update",), ge=0)
+    lr_warmup_fraction: float | None = option(
+        None, "share of lr_decay_iters that is warm-up", affects=("update",), ge=0, le=1
+    )
+    lr_decay_iters: int | None = option(None, "optimizer steps until min_lr is reached", affects=("update",), ge=1)
+    lr_wsd_decay_iters: int | None = option(
+        None, "last optimizer steps of lr_decay_iters that decay (WSD)", affects=("update",), ge=1
+    )
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] | None = option(
+        None, "shape of the WSD decay; unset: exponential", affects=("update",)
+    )
+    seed: int = option(1234, "seed of the adapter's initial weights and of the trainer", affects=("policy", "update"), ge=0)
+
+
+class RolloutGroup(Group):
+    """What is generated and how."""
+
+    hf_checkpoint: str = option(
+        "",
+        "diffusers pipeline: a folder, or tiny:sd3 for a random tiny SD3 made by code. Enters by what it holds, "
+        "never by its name",
+    )
+    diffusion_model_family: Literal["sd3"] | None = option(
+        None, "model family; unset: read from the pipeline", affects=("rollout", "update")
+    )
+    diffusion_step_strategy_path: str | None = option(
+        None, "which steps are SDE steps: sde_window or epoch_global_random_choice; unset: sde_window", affects=("rollout",)
+    )
+    diffusion_num_steps: int = option(10, "denoising steps", affects=("rollout",), ge=1)
+    diffusion_num_sde_steps: int = option(0, "steps the strategy picks; 0: no strategy, every step", affects=("rollout",), ge=0)
+    diffusion_sde_window_range: IntPair | None = option(
+        None, "first,end: steps the window may lie in; unset: the whole schedule", affects=("rollout",)
+    )
+    diffusion_sde_candidate_steps: Ints | None = option(
+        None, "steps epoch_global_random_choice draws from; unset: the whole schedule", affects=("rollout",)
+    )
+    diffusion_noise_level: float = option(0.7, "noise level a of the SDE step", affects=("rollout",), ge=0)
+    diffusion_sde_type: Literal["sde", "cps", "ode"] = option("sde", "dynamics of the SDE steps", affects=("rollout",))
+    diffusion_log_prob_no_const: bool = option(False, "log-prob without its constants: -(x' - mean)^2", affects=("rollout", "update"))
+    diffusion_guidance_scale: float = option(4.0, "classifier-free guidance scale; 1 or less is off", affects=("rollout",), ge=0)
+    diffusion_negative_prompt: str | None = option(
+        None, "negative prompt of the guidance; unset: the empty prompt", affects=("rollout",)
+    )
+    diffusion_height: int = option(512, "image height in pixels", affects=("rollout",), ge=16)
+    diffusion_width: int = option(512, "image width in pixels", affects=("rollout",), ge=16)
+    diffusion_generator_device: Literal["cpu", "cuda"] = option("cuda", "device the noise is drawn on", affects=("rollout",))
+    rollout_microgroup_size: int = option(1, "outputs a request; part of a result's identity", affects=("rollout",), ge=1)
+    rollout_seed: int = option(42, "seed of prompt order, samples and SDE steps", affects=("prompts", "rollout"), ge=0)
+    rollout_parser_num_workers: int = option(1, "processes that encode and write what the engines return", ge=1)
+    rollout_max_retries: int = option(2, "times a failed microgroup is tried on another engine", ge=0)
+
+
+class DataGroup(Group):
+    """Prompts and batch sizes.
+
+    rollout_batch_size x n_samples_per_prompt = global_batch_size x num_steps_per_rollout.
+    """
+
+    prompt_data: str = option("", "prompts: .jsonl or one a line; tiny and tiny-ocr name sets that come with the package")
+    input_key: str = option("input", "JSONL key of the prompt", affects=("prompts",))
+    metadata_key: str = option("metadata", "JSONL key of the per-sample metadata", affects=("prompts",))
+    rollout_batch_size: int = option(1, "prompts an iteration", affects=("prompts",), ge=1)
+    n_samples_per_prompt: int = option(1, "samples a prompt: the group's size", affects=("prompts", "advantages"), ge=1)
+    global_batch_size: int | None = option(None, "samples an optimizer step; unset: derived", affects=("update",), ge=1)
+    num_steps_per_rollout: int | None = option(None, "optimizer steps an iteration; unset: derived", affects=("update",), ge=1)
+    micro_batch_size: int = option(1, "train pairs a forward", affects=("update",), ge=1)
+    micro_batch_size_sample: int | None = option(None, "samples of a 2D tile; overrides micro_batch_size", affects=("update",), ge=1)
+    micro_batch_size_tstep: int | None = option(None, "timesteps of a 2D tile; overrides micro_batch_size", affects=("update",), ge=1)
+    diffusion_train_iter_order: Literal["sample_major", "timestep_major"] = option(
+        "sample_major", "order in which pairs are visited", affects=("update",)
+    )
+
+
+class AlgorithmGroup(Group):
+    """Flow-GRPO: advantages and loss."""
+
+    loss_type: Literal["policy_loss"] = option("policy_loss", "objective: Flow-GRPO's clipped surrogate", affects=("update",))
+    advantage_estimator: Literal["grpo"] = option("grpo", "advantage estimator", affects=("advantages",))
+    disable_grpo_std_normalization: bool = option(
+        False, "subtract the mean alone; forced at one sample a prompt", affects=("advantages",)
+    )
+    globalize_reward_mean: bool = option(False, "mean over the whole batch, not the group", affects=("advantages",))
+    globalize_reward_std: bool = option(False, "standard deviation over the whole batch, not the group", affects=("advantages",))
+    diffusion_clip_range: float = option(1e-4, "clip range of the ratio", affects=("update",), gt=0)
+    diffusion_adv_clip_max: float = option(5.0, "advantages are clamped to +- this in the loss", affects=("update",), gt=0)
+    diffusion_kl_beta: float = option(0.0, "factor of the KL term to the reference", affects=("update",), ge=0)
+    ref_mode: Literal["none", "lora_base"] | None = option(
+        None, "reference policy; unset: lora_base (LoRA off) when diffusion_kl_beta > 0", affects=("update",)
+    )
+
+
+class RewardGroup(Group):
+    """How samples are scored."""
+
+    rm_type: Literal["ocr", "jpeg_compressibility", "jpeg_incompressibility"] | None = option(
+        None, "scorer; a prompt's metadata.rm_type overrides it", affects=("rewards",)
+    )
+    reward_max_retries: int = option(2, "times a failed score is tried again", ge=0)
+    ocr_num_workers: int = option(4, "OCR processes", ge=1)
+    ocr_engine: Literal["onnxruntime"] = option("onnxruntime", "inference engine under PaddleOCR", affects=("rewards",))
+    ocr_min_confidence: float = option(0.5, "lines read with less confidence are left out", affects=("rewards",), ge=0, le=1)
+    ocr_det_model_dir: str | None = option(
+        None, "PaddleOCR text detection model folder; unset: the installed wheel. Enters by what it holds"
+    )
+    ocr_rec_model_dir: str | None = option(
+        None, "PaddleOCR text recognition model folder; unset: the installed wheel. Enters by what it holds"
+    )
+
+
+class LoraGroup(Group):
+    """The adapter."""
+
+    use_lora: bool = option(False, "train a LoRA adapter", affects=("policy",))
+    lora_rank: int = option(64, "rank of the adapter", affects=("policy",), ge=1)
+    lora_alpha: int = option(64, "scale: delta W = alpha / rank * B A", affects=("policy",), ge=1)
+    lora_target_modules: Names | None = option(None, "modules that carry the adapter; unset: the family's", affects=("policy",))
+    lora_init_weights: Literal["gaussian", "kaiming"] = option("gaussian", "initial A; B is zero", affects=("policy",))

@@ -1,0 +1,90 @@
+"""Flags and environment variables as changes of a configuration: command line > MILES_SCRIPT_<FIELD> > recipe."""
+
+import difflib
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from miles_core.config.reference import not_yet
+from miles_core.config.run_config import FIELDS, flag
+from miles_core.errors import InputError
+
+ENVIRONMENT_PREFIX = "MILES_SCRIPT_"
+_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
+
+
+def from_flags(tokens: Sequence[str]) -> dict[str, Any]:
+    """Changes out of --any-flag value, --any-flag=value, --switch, --no-switch and --extra-args "...".
+
+    The last one wins. Raises InputError naming the flag.
+    """
+    changes: dict[str, Any] = {}
+    rest = list(tokens)
+    while rest:
+        token = rest.pop(0)
+        if not token.startswith("--"):
+            raise InputError(f"{token!r} is no flag: options are written --name value")
+        text, equals, value = token[2:].partition("=")
+        name = text.replace("-", "_")
+        if name == "extra_args":
+            more = value if equals else _take(token, rest)
+            try:
+                changes |= from_flags(shlex.split(more))
+            except ValueError as fault:
+                raise InputError(f"--extra-args {more!r}: {fault}, check the quotes") from None
+        elif name in FIELDS and _is_switch(name):
+            changes[name] = _switch(name, value) if equals else True
+        elif name.startswith("no_") and name[3:] in FIELDS and _is_switch(name[3:]) and not equals:
+            changes[name[3:]] = False
+        else:
+            _check_known(name, token)
+            changes[name] = value if equals else _take(token, rest)
+    return changes
+
+
+def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Changes out of MILES_SCRIPT_<FIELD> variables. Raises InputError naming the variable."""
+    changes: dict[str, Any] = {}
+    for variable, value in environment.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX):
+            continue
+        name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+        _check_known(name, f"environment variable {variable}")
+        changes[name] = _switch(name, value) if _is_switch(name) else value
+    return changes
+
+
+def from_mapping(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Changes given as flow parameters, by field name."""
+    for name in values:
+        _check_known(name.replace("-", "_"), f"override {name!r}")
+    return {name.replace("-", "_"): value for name, value in values.items()}
+
+
+def _check_known(name: str, what: str) -> None:
+    if name in FIELDS:
+        return
+    if not_yet(name) or (name.startswith("no_") and not_yet(name[3:])):
+        raise InputError(f"{what}: the reference's option {flag(name)} is not there yet, leave it out")
+    near = difflib.get_close_matches(name, FIELDS, n=1)
+    hint = f"did you mean {flag(near[0])}?" if near else "`miles config` lists all options"
+    raise InputError(f"{what}: there is no option {flag(name)}, {hint}")
+
+
+def _is_switch(name: str) -> bool:
+    annotation = FIELDS[name][1].annotation
+    return annotation is bool or bool in get_args(annotation)
+
+
+def _switch(name: str, value: str) -> bool:
+    if value.lower() in _TRUE:
+        return True
+    if value.lower() in _FALSE:
+        return False
+    raise InputError(f"{flag(name)} is a switch and {value!r} is neither true nor false: give one of them")
+
+
+def _take(token: str, rest: list[str]) -> str:
+    if not rest or (rest[0].startswith("--") and len(rest[0]) > 2):
+        raise InputError(f"{token} needs a value: write {token} VALUE")
+    return rest.pop(0)

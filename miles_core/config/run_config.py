@@ -1,0 +1,139 @@
+"""RunConfig: one checked configuration of a run; its flat view is the `args` of hooks."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from pydantic import Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from miles_core.config.base import Group
+from miles_core.config.groups import (
+    AlgorithmGroup,
+    ClusterGroup,
+    DataGroup,
+    LoraGroup,
+    OptimizerGroup,
+    RewardGroup,
+    RolloutGroup,
+    RunGroup,
+    TrainingGroup,
+)
+from miles_core.errors import InputError
+from miles_core.store.stages import StageName
+
+
+class RunConfig(Group):
+    """All fields of a run, grouped by concern and validated together."""
+
+    run: RunGroup = Field(default_factory=RunGroup)
+    cluster: ClusterGroup = Field(default_factory=ClusterGroup)
+    training: TrainingGroup = Field(default_factory=TrainingGroup)
+    optimizer: OptimizerGroup = Field(default_factory=OptimizerGroup)
+    rollout: RolloutGroup = Field(default_factory=RolloutGroup)
+    data: DataGroup = Field(default_factory=DataGroup)
+    algorithm: AlgorithmGroup = Field(default_factory=AlgorithmGroup)
+    reward: RewardGroup = Field(default_factory=RewardGroup)
+    lora: LoraGroup = Field(default_factory=LoraGroup)
+
+    @property
+    def samples_per_rollout(self) -> int:
+        """Samples an iteration: rollout_batch_size x n_samples_per_prompt."""
+        return self.data.rollout_batch_size * self.data.n_samples_per_prompt
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples an optimizer step, derived where it is not given."""
+        return self.data.global_batch_size or self.samples_per_rollout // (self.data.num_steps_per_rollout or 1)
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps an iteration."""
+        return self.samples_per_rollout // self.global_batch_size
+
+    @property
+    def negative_prompt(self) -> str | None:
+        """Negative prompt of the guidance; None where guidance is off."""
+        return (self.rollout.diffusion_negative_prompt or "") if self.rollout.diffusion_guidance_scale > 1 else None
+
+    @property
+    def ref_mode(self) -> str:
+        """none or lora_base."""
+        return self.algorithm.ref_mode or ("lora_base" if self.algorithm.diffusion_kl_beta > 0 else "none")
+
+    @model_validator(mode="after")
+    def _together(self) -> "RunConfig":
+        for check in CHECKS:
+            check(self)
+        return self
+
+    def flat(self) -> dict[str, Any]:
+        """Every field by its flag's name, derived ones filled in."""
+        values = {name: getattr(getattr(self, group), name) for name, (group, _) in FIELDS.items()}
+        values |= {
+            "global_batch_size": self.global_batch_size,
+            "num_steps_per_rollout": self.steps_per_rollout,
+            "ref_mode": self.ref_mode,
+        }
+        return values
+
+    def args(self) -> SimpleNamespace:
+        """The flat view that hooks receive."""
+        return SimpleNamespace(**self.flat())
+
+    def affecting(self, stage: StageName) -> dict[str, Any]:
+        """The fields, by name, that `stage`'s result depends on, as JSON values."""
+        flat = self.flat()
+        return {name: _json(flat[name]) for name in FIELDS if stage in affects(name)}
+
+    def replace(self, **changes: Any) -> "RunConfig":
+        """A new configuration with these flat fields changed, validated as a whole.
+
+        Raises InputError in one sentence that names the flag.
+        """
+        nested: dict[str, dict[str, Any]] = {g: {} for g in GROUPS}
+        for name, (group, _) in FIELDS.items():
+            nested[group][name] = changes.get(name, getattr(getattr(self, group), name))
+        return build(nested)
+
+
+GROUPS: dict[str, type[Group]] = {
+    name: cast(type[Group], info.annotation) for name, info in RunConfig.model_fields.items()
+}
+FIELDS: dict[str, tuple[str, FieldInfo]] = {
+    name: (group, info) for group, kind in GROUPS.items() for name, info in kind.model_fields.items()
+}
+
+
+def affects(name: str) -> tuple[StageName, ...]:
+    """Stages whose result depends on the field directly."""
+    extra = cast(dict[str, Any], FIELDS[name][1].json_schema_extra)
+    return tuple(extra["affects"])
+
+
+def build(nested: dict[str, dict[str, Any]]) -> RunConfig:
+    """RunConfig from grouped values; the first fault becomes one sentence."""
+    try:
+        return RunConfig.model_validate(nested)
+    except ValidationError as fault:
+        raise InputError(_sentence(fault)) from None
+
+
+def flag(name: str) -> str:
+    """--kebab-case of a field's name."""
+    return "--" + name.replace("_", "-")
+
+
+def _sentence(fault: ValidationError) -> str:
+    first = fault.errors()[0]
+    place, message = first["loc"], first["msg"].removeprefix("Value error, ")
+    if len(place) < 2:
+        return message
+    message = message[0].lower() + message[1:]
+    return f"{flag(str(place[1]))} {first['input']!r}: {message}."
+
+
+def _json(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+from miles_core.config.checks import CHECKS  # noqa: E402  checks read RunConfig's type

@@ -1,0 +1,123 @@
+"""Prompt files: JSONL, one object a line, or text, one prompt a line. Every fault is told before a run starts."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from miles_core.errors import InputError
+from miles_core.rewards.quoted import target_fault
+from miles_core.rewards.rm_types import check_rm_type
+
+PROMPT_SETS = {"tiny": "tiny.txt", "tiny-ocr": "tiny-ocr.jsonl"}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt; `index` counts the file's prompts from 0."""
+
+    index: int
+    text: str
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+def resolve_prompt_path(prompt_data: str) -> Path:
+    """The file that --prompt-data means: a set that comes with the package (tiny, tiny-ocr), or a path."""
+    if not prompt_data:
+        raise InputError(f"no prompts: give --prompt-data a file, or one of {', '.join(PROMPT_SETS)}")
+    if prompt_data in PROMPT_SETS:
+        return Path(__file__).parent / "prompt_sets" / PROMPT_SETS[prompt_data]
+    return Path(prompt_data).expanduser()
+
+
+def load_prompts(
+    path: str | Path, *, input_key: str = "input", metadata_key: str = "metadata", rm_type: str | None
+) -> list[Prompt]:
+    """The prompts of a file, in its order; blank lines are skipped.
+
+    A name that ends in .jsonl holds one JSON object a line: the prompt under `input_key`, optionally an object
+    under `metadata_key` whose rm_type overrides the run's `rm_type`. Any other file holds one prompt a line.
+    UTF-8; a byte order mark and CRLF are accepted. Raises InputError that names file and line.
+    """
+    path = Path(path)
+    if rm_type is not None:
+        check_rm_type(rm_type, "--rm-type")
+    prompts: list[Prompt] = []
+    for number, line in _lines(path):
+        where = f"{path} line {number}"
+        if path.suffix.lower() == ".jsonl":
+            text, metadata = _from_json(line, where, input_key, metadata_key)
+        else:
+            text, metadata = line.strip(), {}
+        _check_scorer(text, metadata.get("rm_type"), rm_type, where)
+        prompts.append(Prompt(len(prompts), text, metadata))
+    if not prompts:
+        raise InputError(f"{path} holds no prompt: write one a line")
+    return prompts
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(line number from 1, text) of the lines that are not blank."""
+    if path.is_dir():
+        raise InputError(f"{path} is a folder: give --prompt-data a .jsonl or text file")
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        sets = ", ".join(PROMPT_SETS)
+        raise InputError(f"{path} does not exist: give --prompt-data a .jsonl or text file, or one of {sets}") from None
+    except OSError as fault:
+        raise InputError(f"{path} cannot be read ({fault.strerror}): give --prompt-data a readable file") from None
+    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        try:
+            text = line.decode()
+        except UnicodeDecodeError as fault:
+            raise InputError(
+                f"{path} line {number} is not UTF-8: byte {fault.start + 1} of the line is 0x{line[fault.start]:02x}; "
+                "save the file as UTF-8"
+            ) from None
+        if text.strip():
+            yield number, text
+
+
+def _from_json(line: str, where: str, input_key: str, metadata_key: str) -> tuple[str, dict[str, Any]]:
+    try:
+        row = json.loads(line, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as fault:
+        raise InputError(f"{where} is not JSON ({fault}): write one JSON object a line") from None
+    if not isinstance(row, dict):
+        raise InputError(f'{where} is not a JSON object: write {{"{input_key}": "the prompt"}}')
+    if input_key not in row:
+        keys = ", ".join(row) or "none"
+        raise InputError(
+            f"{where} has no key {input_key!r} (keys there: {keys}): add it, or name the key by --input-key"
+        )
+    text, metadata = row[input_key], row.get(metadata_key)
+    if not isinstance(text, str):
+        raise InputError(f"{where}: {input_key!r} is not a string: write the prompt as text")
+    if not text.strip():
+        raise InputError(f"{where}: {input_key!r} is empty: write a prompt or take the line out")
+    if metadata is None:
+        metadata = {}
+    if not isinstance(metadata, dict):
+        raise InputError(f"{where}: {metadata_key!r} is not a JSON object: write it as {{...}} or leave it out")
+    try:
+        json.dumps([text, metadata], ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise InputError(
+            f"{where} holds half of a surrogate pair (\\ud800 to \\udfff): write the character itself"
+        ) from None
+    return text, metadata
+
+
+def _check_scorer(text: str, own: object, run: str | None, where: str) -> None:
+    if own:
+        check_rm_type(own, where)
+    elif run is None:
+        raise InputError(f"{where} names no rm_type in its metadata and the run has none: give --rm-type")
+    if (own or run) == "ocr" and (fault := target_fault(text)):
+        raise InputError(f'{where} {fault}: put the text to be drawn between two ", or choose another rm_type')
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,0 +1,88 @@
+"""Stable Diffusion 3 and 3.5 (Esser et al. 2024, arXiv 2403.03206): MMDiT, two CLIP encoders and T5."""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from miles_core.families.base import EngineComponents, TrainPipelineConfig
+
+CLIP_TOKENS = 77
+T5_TOKENS = 256
+
+
+class Sd3PipelineConfig(TrainPipelineConfig):
+    """SD3's conditioning is `encoder_hidden_states` (333, D): 77 CLIP and 256 T5 tokens, padded to T5's width,
+    and `pooled_projections` (P,): both CLIP projections, as diffusers' StableDiffusion3Pipeline makes them."""
+
+    family = "sd3"
+    pipeline_class = "StableDiffusion3Pipeline"
+    lora_target_modules = (
+        "attn.to_q",
+        "attn.to_k",
+        "attn.to_v",
+        "attn.to_out.0",
+        "attn.add_q_proj",
+        "attn.add_k_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+    )
+    latent_channels = 16
+    vae_scale_factor = 8
+
+    def fsdp_blocks(self, transformer: nn.Module) -> list[nn.Module]:
+        return list(cast(nn.ModuleList, transformer.transformer_blocks))
+
+    def dynamic_shift(self, scheduler_config: Mapping[str, Any], height: int, width: int) -> float | None:
+        """diffusers' calculate_shift over the number of image tokens (patch size 2)."""
+        if not scheduler_config.get("use_dynamic_shifting"):
+            return None
+        _, h, w = self.latent_shape(height, width)
+        base_len, max_len = scheduler_config["base_image_seq_len"], scheduler_config["max_image_seq_len"]
+        base, top = scheduler_config["base_shift"], scheduler_config["max_shift"]
+        slope = (top - base) / (max_len - base_len)
+        return float((h // 2) * (w // 2) * slope + base - slope * base_len)
+
+    def encode_prompt(self, components: EngineComponents, prompt: str) -> dict[str, torch.Tensor]:
+        encoders, tokenizers = components.text_encoders, components.tokenizers
+        hidden, pooled = [], []
+        for suffix in ("", "_2"):
+            ids = _tokens(tokenizers["tokenizer" + suffix], prompt, CLIP_TOKENS)
+            encoder = encoders["text_encoder" + suffix]
+            output = encoder(ids.to(_device(encoder)), output_hidden_states=True)
+            hidden.append(output.hidden_states[-2])
+            pooled.append(output.text_embeds)
+        t5 = encoders["text_encoder_3"]
+        long = t5(_tokens(tokenizers["tokenizer_3"], prompt, T5_TOKENS).to(_device(t5)))[0]
+        short = torch.cat(hidden, dim=-1)
+        short = nn.functional.pad(short, (0, long.shape[-1] - short.shape[-1]))
+        return {
+            "encoder_hidden_states": torch.cat([short, long], dim=-2)[0],
+            "pooled_projections": torch.cat(pooled, dim=-1)[0],
+        }
+
+    def model_output(
+        self,
+        transformer: nn.Module,
+        latents: torch.Tensor,
+        timesteps: torch.Tensor,
+        conditioning: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        output = transformer(
+            hidden_states=latents,
+            timestep=timesteps,
+            encoder_hidden_states=conditioning["encoder_hidden_states"],
+            pooled_projections=conditioning["pooled_projections"],
+            return_dict=False,
+        )
+        return cast(torch.Tensor, output[0])
+
+
+def _tokens(tokenizer: Any, prompt: str, length: int) -> torch.Tensor:
+    encoded = tokenizer([prompt], padding="max_length", max_length=length, truncation=True, return_tensors="pt")
+    return cast(torch.Tensor, encoded.input_ids)
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device

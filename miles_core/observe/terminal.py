@@ -1,0 +1,61 @@
+"""What a person at the terminal sees: a line per stage, progress while a stage is long."""
+
+import sys
+import time
+
+from miles_core.pipeline.stage import Outcome
+
+_EVERY_SECONDS = 5.0
+
+
+class Terminal:
+    """Prints progress: in place on a terminal, a line now and then elsewhere."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+
+    def progress(self, stage: str, done: int, total: int) -> None:
+        """`done` of `total` samples or pairs of a stage."""
+        now = time.monotonic()
+        started = self._last.setdefault(stage, now)
+        if done >= total:
+            self._last.pop(stage, None)
+            if sys.stdout.isatty():
+                print("\r\033[K", end="", flush=True)
+        elif sys.stdout.isatty():
+            print(f"\r\033[K  {stage:<11}{done}/{total}", end="", flush=True)
+        elif now - started > _EVERY_SECONDS:
+            self._last[stage] = now
+            print(f"  {stage:<11}{done}/{total}", flush=True)
+
+
+def stage_line(outcome: Outcome) -> str:
+    """One line: stage, reused or computed, seconds, rows, figures, why."""
+    m = outcome.manifest
+    word = "reused" if outcome.reused else "computed"
+    figures = figures_of(m.stage, m.summary)
+    text = f"  {m.stage:<11}{word:<9}{outcome.seconds:7.1f} s {m.rows:6d} rows"
+    if figures:
+        text += f"  {figures}"
+    return text + ("" if outcome.reused else f"  · run: {outcome.reason}")
+
+
+def figures_of(stage: str, summary: dict) -> str:
+    """The few figures of a stage that a person wants at a glance."""
+    s = summary
+    if stage == "prompts":
+        return f"{s['prompts']} prompts, epoch {s['epoch']}"
+    if stage == "rollout":
+        kept = f", {s['kept_microgroups']} microgroups kept" if s["kept_microgroups"] else ""
+        return f"policy {s['policy_version']} ({s['policy_digest'][:8]}){kept}"
+    if stage == "rewards":
+        return f"reward mean {s['reward_mean']:.4f}, min {s['reward_min']:.4f}, max {s['reward_max']:.4f}"
+    if stage == "advantages":
+        return f"{s['zero_std_groups']} of {s['groups']} groups without spread"
+    if stage == "update":
+        return f"loss {s['loss']:.3g}, kl {s['kl_loss']:.3g}, grad norm {s['grad_norm']:.3g}, {s['steps']} steps"
+    if stage == "sync":
+        return f"{s['engines']} engines, {s['modules_bound']} modules, off {s['probe_diff']:.1e}, moved {s['probe_moved']:.1e}"
+    if stage == "policy":
+        return f"{s['modules']} modules, {s['parameters']} parameters ({s['policy_digest'][:8]})"
+    return ""

@@ -1,0 +1,49 @@
+"""Which stages a rerun makes, what they consume, and which changes make sense for them."""
+
+from typing import Any
+
+from miles_core.config import FIELDS, affects, flag
+from miles_core.errors import InputError
+from miles_core.pipeline.stage import Step, Upstreams
+from miles_core.pipeline.upstream import line, policy_in_force, previous_prompts
+from miles_core.store.manifest import Manifest
+from miles_core.store.stages import ITERATION_STAGES, STAGES, StageName, downstream_of
+
+RERUNNABLE: tuple[StageName, ...] = ("prompts", "rollout", "rewards", "advantages", "update")
+
+
+def stages_of_rerun(stage: str, downstream: bool) -> tuple[StageName, ...]:
+    """The stages a rerun makes, in order. sync belongs to the line: it follows training alone."""
+    if stage == "sync":
+        raise InputError("sync belongs to the run's line: `miles train` runs it after each update")
+    if stage not in RERUNNABLE:
+        raise InputError(f"there is no stage {stage!r} to rerun: choose one of {', '.join(RERUNNABLE)}")
+    later = tuple(s for s in downstream_of(stage) if s != "sync") if downstream else ()
+    return (stage, *later)
+
+
+def check_overrides(overrides: dict[str, Any], stages: tuple[StageName, ...]) -> None:
+    """Refuse a change that none of these stages depends on."""
+    for name in overrides:
+        wanted = affects(name)
+        if name in ("run_id", "new", "artifact_root", "num_rollout"):
+            raise InputError(f"{flag(name)} has no meaning in a rerun: leave it out")
+        if wanted and not set(wanted) & set(stages):
+            way = "policy/init belongs to the whole run, start another one"
+            if wanted != ("policy",):
+                way = f"rerun {next(s for s in ITERATION_STAGES if s in wanted)}, or an earlier stage with --downstream"
+            raise InputError(f"{flag(name)} affects {', '.join(wanted)}, not {', '.join(stages)}: {way}")
+        assert name in FIELDS
+
+
+def upstream_of(step: Step, stage: StageName, made: dict[StageName, Manifest]) -> Upstreams:
+    """What a stage consumes in a rerun: what this rerun made, else what is on the run's line, pinned."""
+    if stage == "prompts":
+        return previous_prompts(step)
+    found: Upstreams = {}
+    for name in STAGES[stage].upstream:
+        if name == "policy":
+            found[name] = policy_in_force(step)
+        else:
+            found[name] = made.get(name) or line(step, name, step.iteration)
+    return found

@@ -1,0 +1,153 @@
+"""rewards: score each rollout part as it lands, behind the engines."""
+
+import time
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from miles_core.errors import StageError
+from miles_core.pipeline.feed import RolloutFeed
+from miles_core.pipeline.stage import Outcome, Product, Step, commit_stage, find_stage, run_stage, stage_fingerprint, why
+from miles_core.rewards.rm_types import rm_types_of
+from miles_core.store.digest import ROW_DIGEST
+from miles_core.store.manifest import Manifest
+from miles_core.store.parts import Part, inspect_table, read_table
+from miles_core.store.run_store import Attempt
+
+
+def score_behind(step: Step, feed: RolloutFeed) -> Outcome:
+    """Score a rollout while it is being made, unless a committed attempt may answer already.
+
+    An attempt under the same fingerprint can be told from a fresh one only by the finished rollout's digest: then
+    scoring waits for it.
+    """
+    rollout_fingerprint, prompts = feed.wait_for_begin()
+    wanted = stage_fingerprint(step, "rewards", {"rollout": rollout_fingerprint})
+    known = any(m.fingerprint == wanted for m in step.store.committed("rewards", step.iteration))
+    if known:
+        parts, rollout = feed.wait_for_manifest()
+        found = find_stage(step, "rewards", {"rollout": rollout})
+        if found:
+            return run_stage(step, "rewards", {"rollout": rollout}, _unused)
+    started = time.time()
+    reason = why(step, "rewards", {})
+    attempt = step.store.open_attempt("rewards", step.iteration, wanted, {}, resumable=True)
+    scoring = Scoring(step, attempt, prompts)
+    if known:
+        for part in parts:
+            scoring.put(part)
+    else:
+        while (rollout_or_none := feed.manifest) is None:
+            part_or_none = feed.next(timeout=0.05)
+            if part_or_none:
+                scoring.put(part_or_none)
+            scoring.poll()
+        rollout = rollout_or_none
+    product = scoring.finish()
+    manifest = commit_stage(step, attempt, {"rollout": rollout}, product, started)
+    return Outcome(manifest, False, reason, time.time() - started)
+
+
+def _unused(step: Step, attempt: Attempt, upstream: dict[str, Manifest]) -> Product:
+    raise AssertionError("a committed attempt was found")
+
+
+class Scoring:
+    """The scorers at work on one iteration's parts: least outstanding first, kept parts not scored again."""
+
+    def __init__(self, step: Step, attempt: Attempt, prompts: Manifest) -> None:
+        self.step, self.attempt = step, attempt
+        self.files = step.store.files
+        self.rm_types = rm_types_of(pa.concat_tables([read_table(self.files, p) for p in prompts.data]))
+        self.total = prompts.rows
+        self.kept = self._kept()
+        self.names = set(self.files.list(attempt.path("data")))
+        self.done: list[Part] = []
+        self.pending: dict[object, tuple[Part, int, int]] = {}
+        self.waiting: list[tuple[Part, int]] = []
+        self.outstanding: list[int] = []
+
+    def put(self, part: Part) -> None:
+        """Take a rollout part: keep what an earlier try scored, else hand it to a scorer."""
+        stem = _microgroup(part)
+        if stem in self.kept:
+            kept, digests = self.kept[stem]
+            rows = read_table(self.files, part, [ROW_DIGEST]).column(ROW_DIGEST).to_pylist()
+            if rows == digests:
+                self._finished(kept)
+                return
+        self._send(part, 0)
+
+    def poll(self, timeout: float = 0.0) -> None:
+        """Take in finished parts. Raises StageError for a part that no scorer could score."""
+        if not self.pending:
+            return
+        ray = self.step.workers.ray
+        ready, _ = ray.wait(list(self.pending), num_returns=len(self.pending), timeout=timeout, fetch_local=True)
+        for reference in ready:
+            part, worker, tries = self.pending.pop(reference)
+            self.outstanding[worker] -= 1
+            try:
+                self._finished(ray.get(reference))
+            except ray.exceptions.RayTaskError as fault:
+                raise fault.cause if isinstance(fault.cause, Exception) else fault from None
+            except ray.exceptions.RayActorError as fault:
+                if tries >= self.step.config.reward.reward_max_retries:
+                    raise StageError(
+                        f"the scorer's process died {tries + 1} times on {part.path} ({fault}); "
+                        "run the same command again to resume"
+                    ) from None
+                self._send(part, tries + 1)
+
+    def finish(self) -> Product:
+        """Wait for the last parts."""
+        deadline = time.monotonic() + self.step.workers.seconds
+        before = len(self.pending)
+        while self.pending:
+            self.poll(timeout=1.0)
+            if len(self.pending) < before:
+                before, deadline = len(self.pending), time.monotonic() + self.step.workers.seconds
+            if time.monotonic() > deadline:
+                paths = ", ".join(part.path for part, _, _ in self.pending.values())
+                raise StageError(f"no scorer answered in time for {paths}; run the same command again to resume")
+        rewards = [
+            value
+            for part in self.done
+            for value in read_table(self.files, part, ["reward"]).column("reward").to_pylist()
+        ]
+        mean = sum(rewards) / len(rewards)
+        spread = {"reward_mean": mean, "reward_min": min(rewards), "reward_max": max(rewards)}
+        return Product(self.done, {"samples": len(rewards), **spread})
+
+    def _send(self, part: Part, tries: int) -> None:
+        scorers = self.step.workers.scorers(self.step.config, self.step.inputs)
+        self.outstanding = self.outstanding or [0] * len(scorers)
+        worker = min(range(len(scorers)), key=lambda i: (self.outstanding[i], (i + tries) % len(scorers)))
+        components = list(self.step.inputs.components)
+        reference = scorers[worker].score.remote(self.files, part, self._free_name(part), components, self.rm_types)
+        self.outstanding[worker] += 1
+        self.pending[reference] = (part, worker, tries)
+
+    def _free_name(self, part: Part) -> str:
+        stem, number = _microgroup(part), 1
+        while f"{stem}-{number}.parquet" in self.names:
+            number += 1
+        self.names.add(f"{stem}-{number}.parquet")
+        return self.attempt.path(f"data/{stem}-{number}.parquet")
+
+    def _finished(self, part: Part) -> None:
+        self.done.append(part)
+        self.step.progress("rewards", sum(p.rows for p in self.done), self.total)
+
+    def _kept(self) -> dict[str, tuple[Part, list[str]]]:
+        found = {}
+        for name in self.files.list(self.attempt.path("data")):
+            part = inspect_table(self.files, self.attempt.path(f"data/{name}"))
+            if part:
+                table = pq.read_table(pa.BufferReader(self.files.read(part.path)), columns=["rollout_digest"])
+                found[_microgroup(part)] = (part, table.column("rollout_digest").to_pylist())
+        return found
+
+
+def _microgroup(part: Part) -> str:
+    return part.path.rsplit("/", 1)[1].split("-")[0]

@@ -1,0 +1,105 @@
+"""A run's identity: its name, what it means, and whether this command may carry it on."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from miles_core.config import FIELDS, RunConfig, affects, build, flag
+from miles_core.config.folders import artifact_root
+from miles_core.errors import InputError
+from miles_core.pipeline.inputs import Inputs, resolve_inputs
+from miles_core.pipeline.stage import library_versions
+from miles_core.store.files import Files
+from miles_core.store.run_store import RunStore, check_run_id
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked run, before anything of it is written. `begun`: the run exists and is carried on."""
+
+    config: RunConfig
+    inputs: Inputs
+    store: RunStore
+    begun: bool
+    meaning: dict[str, Any]
+
+
+def meaning_of(config: RunConfig, inputs: Inputs) -> dict[str, Any]:
+    """All that a run's results depend on: affecting fields, and input files by digest."""
+    flat = config.flat()
+    fields = {name: flat[name] for name in FIELDS if affects(name)}
+    plain = {name: list(v) if isinstance(v, tuple) else v for name, v in fields.items()}
+    return {"fields": plain, "inputs": inputs.all()}
+
+
+def plan_run(config: RunConfig, recipe: str) -> Plan:
+    """Check inputs, name and meaning. Raises InputError where the same name means something else already."""
+    name = check_run_id(config.run.run_id or recipe)
+    files = Files(artifact_root(config))
+    inputs = resolve_inputs(config)
+    if config.run.new:
+        name = _free_name(files, name)
+    store = RunStore(files, name)
+    record = store.record()
+    meaning = meaning_of(config, inputs)
+    if record is not None:
+        difference = _difference(record["meaning"], meaning)
+        if difference:
+            raise InputError(
+                f"run {name} was made with another meaning ({'; '.join(difference)}): give --new or another --run-id to "
+                "start a run of its own, or the old values to carry this one on"
+            )
+    return Plan(config, inputs, store, record is not None, meaning)
+
+
+def begin_run(plan: Plan, recipe: str, code_path: str) -> None:
+    """Write run.json of a new run, or the configuration in force of one that is carried on."""
+    config = plan.config.model_dump(mode="json")
+    if plan.store.create_record(
+        {
+            "recipe": recipe,
+            "config": config,
+            "meaning": plan.meaning,
+            "code_path": code_path,
+            "versions": library_versions(),
+        }
+    ):
+        return
+    record = plan.store.record() or {}
+    if record.get("config") != config:
+        plan.store.update_record(config=config)
+
+
+def open_run(name: str, root: str | None = None) -> tuple[RunStore, RunConfig]:
+    """An existing run and its configuration. Raises InputError where there is none of that name."""
+    files = Files(artifact_root(given=root))
+    store = RunStore(files, name)
+    record = store.record()
+    if record is None:
+        raise InputError(f"there is no run {name} under {files.root}: `miles runs` lists those there are")
+    return store, build(record["config"])
+
+
+def _free_name(files: Files, name: str) -> str:
+    if RunStore(files, name).record() is None:
+        return name
+    number = 2
+    while RunStore(files, f"{name}-{number}").record() is not None:
+        number += 1
+    return f"{name}-{number}"
+
+
+def _difference(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    fields = [
+        f"{flag(name)} {_show(then['fields'].get(name))} → {_show(value)}"
+        for name, value in now["fields"].items()
+        if then["fields"].get(name) != value
+    ]
+    files = [
+        f"{role} has another content" for role in sorted(set(then["inputs"]) | set(now["inputs"]))
+        if then["inputs"].get(role) != now["inputs"].get(role)
+    ]
+    return fields + files
+
+
+def _show(value: Any) -> str:
+    return "unset" if value is None else str(value)

@@ -1,0 +1,169 @@
+"""How any stage runs: fingerprint, look for a committed attempt, else compute and commit, and say why."""
+
+import time
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from miles_core.config import RunConfig
+from miles_core.pipeline.inputs import Inputs
+from miles_core.runtime.workers import Workers
+from miles_core.store.manifest import Manifest, fingerprint
+from miles_core.store.parts import Part
+from miles_core.store.run_store import Attempt, RunStore, consumed
+from miles_core.store.stages import StageName
+
+Upstreams = dict[str, Manifest]
+RESUMABLE: tuple[StageName, ...] = ("rollout", "rewards")
+_LIBRARIES = ("torch", "diffusers", "transformers", "peft", "ray", "pyarrow", "paddleocr", "onnxruntime", "pillow")
+
+
+def _no_progress(stage: str, done: int, total: int) -> None:
+    return None
+
+
+class Step:
+    """All that the stages of one iteration share. `moves_line` is true for train alone.
+
+    A plain class: Prefect walks through dataclasses among a task's parameters.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        inputs: Inputs,
+        store: RunStore,
+        workers: Workers,
+        iteration: int,
+        *,
+        moves_line: bool = True,
+        flow_run_id: str | None = None,
+        progress: Callable[[str, int, int], None] = _no_progress,
+    ) -> None:
+        self.config, self.inputs, self.store, self.workers = config, inputs, store, workers
+        self.iteration, self.moves_line, self.flow_run_id, self.progress = iteration, moves_line, flow_run_id, progress
+
+    def at(self, iteration: int) -> "Step":
+        """The same step at another iteration."""
+        other = copy(self)
+        other.iteration = iteration
+        return other
+
+
+@dataclass(frozen=True)
+class Product:
+    """What a stage made: its files, and small figures for people."""
+
+    parts: list[Part]
+    summary: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a stage: reused or computed, why, and how long it took (seconds)."""
+
+    manifest: Manifest
+    reused: bool
+    reason: str
+    seconds: float
+
+
+Compute = Callable[[Step, Attempt, Upstreams], Product]
+
+
+def stage_fingerprint(step: Step, stage: StageName, upstream_fingerprints: dict[str, str]) -> str:
+    """The fingerprint of a stage of this step; policy/init stands at iteration -1."""
+    return fingerprint(
+        stage,
+        -1 if stage == "policy" else step.iteration,
+        config=step.config.affecting(stage),
+        inputs=step.inputs.affecting(stage),
+        hooks={},
+        upstream=upstream_fingerprints,
+    )
+
+
+def find_stage(step: Step, stage: StageName, upstream: Upstreams) -> Manifest | None:
+    """The committed attempt that answers this very question, the one on the line before others."""
+    wanted = stage_fingerprint(step, stage, {n: m.fingerprint for n, m in upstream.items()})
+    digests = {name: m.content_digest for name, m in upstream.items()}
+    line = step.store.on_line(stage, step.iteration)
+    if line and line.fingerprint == wanted and consumed(line) == digests and not step.store.damage(line):
+        return line
+    return step.store.find(stage, step.iteration, wanted, upstream)
+
+
+def run_stage(step: Step, stage: StageName, upstream: Upstreams, compute: Compute) -> Outcome:
+    """Reuse the committed attempt or make one. A computed stage is committed before this returns."""
+    started = time.time()
+    found = find_stage(step, stage, upstream)
+    if found:
+        if step.moves_line:
+            step.store.move_line(found)
+        return Outcome(found, True, "same fingerprint, same inputs", time.time() - started)
+    reason = why(step, stage, upstream)
+    wanted = stage_fingerprint(step, stage, {n: m.fingerprint for n, m in upstream.items()})
+    attempt = step.store.open_attempt(stage, step.iteration, wanted, upstream, resumable=stage in RESUMABLE)
+    product = compute(step, attempt, upstream)
+    manifest = commit_stage(step, attempt, upstream, product, started)
+    return Outcome(manifest, False, reason, time.time() - started)
+
+
+def commit_stage(step: Step, attempt: Attempt, upstream: Upstreams, product: Product, started: float) -> Manifest:
+    """Commit what a stage made and, for train, put it on the line."""
+    manifest = step.store.commit(
+        attempt,
+        parts=product.parts,
+        upstream=upstream,
+        affecting_config=step.config.affecting(attempt.stage),
+        inputs=step.inputs.affecting(attempt.stage),
+        versions=library_versions(),
+        started_at=started,
+        summary=product.summary,
+        flow_run_id=step.flow_run_id,
+    )
+    if step.moves_line:
+        step.store.move_line(manifest)
+    return manifest
+
+
+def why(step: Step, stage: StageName, upstream: Upstreams) -> str:
+    """Why a stage has to run, in words: what differs from the attempt nearest to the one that is needed."""
+    record = step.store.record() or {}
+    named = record.get("line", {}).get("policy" if stage == "policy" else f"{step.iteration:06d}/{stage}")
+    line = step.store.on_line(stage, step.iteration)
+    if named and line is None:
+        return f"its attempt {named} is missing or unreadable"
+    if line and (damage := step.store.damage(line)):
+        return f"its attempt is damaged: {damage}"
+    previous = line or next(iter(reversed(step.store.committed(stage, step.iteration))), None)
+    if previous is None:
+        return "not made yet"
+    now, then = step.config.affecting(stage), previous.affecting_config
+    reasons = [f"{n} {_show(then.get(n))} → {_show(now[n])}" for n in now if then.get(n) != now[n]]
+    files = step.inputs.affecting(stage)
+    reasons += [f"{n} has another content" for n in files if previous.inputs.get(n) != files[n]]
+    digests = consumed(previous)
+    reasons += [
+        f"{n} changed ({digests.get(n, 'none')[:8]} → {m.content_digest[:8]})"
+        for n, m in upstream.items()
+        if digests.get(n) != m.content_digest
+    ]
+    return ", ".join(reasons) or "an upstream stage was asked for differently"
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of the libraries a result may depend on; recorded, not part of the fingerprint."""
+    found = {}
+    for name in _LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _show(value: Any) -> str:
+    return "unset" if value is None else str(value)

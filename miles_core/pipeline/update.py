@@ -1,0 +1,37 @@
+"""update: the optimizer steps of an iteration, from the previous policy, over the stored rollout."""
+
+from typing import Any
+
+from miles_core.pipeline.policy import adapter_of
+from miles_core.pipeline.rollout import PROBE
+from miles_core.pipeline.stage import Product, Step, Upstreams
+from miles_core.store.parts import Part
+from miles_core.store.run_store import Attempt
+
+
+def train(step: Step, attempt: Attempt, upstream: Upstreams) -> Product:
+    """Optimizer steps, then the checkpoint, the adapter and the trainer's side of the probe."""
+    from miles_core.training.trainer import UpdateInputs
+
+    rollout, policy = upstream["rollout"], upstream["policy"]
+    adapter_of(policy)
+    inputs = UpdateInputs(
+        iteration=step.iteration,
+        rollout=list(rollout.data),
+        conditioning=list(rollout.under("conditioning/")),
+        advantages=list(upstream["advantages"].data),
+        policy_parts=list(policy.under("checkpoint/") + policy.under("adapter/")),
+        policy_digest=policy.summary["policy_digest"],
+        probe=rollout.under(PROBE)[0],
+        first_global_step=step.iteration * step.config.steps_per_rollout,
+    )
+    results = step.workers.train("update", step.store.files, inputs, attempt.folder)
+    made = results[0]
+    parts: list[Part] = [*made.parts, made.rows]
+    return Product(parts, {"policy_digest": made.policy_digest, **_figures(made.metrics)})
+
+
+def _figures(steps: list[dict[str, Any]]) -> dict[str, float]:
+    """Means over the iteration's optimizer steps, for people."""
+    names = ("loss", "policy_loss", "kl_loss", "grad_norm", "clip_frac", "log_prob_mean_abs_diff", "lr")
+    return {name: sum(float(s[name]) for s in steps) / len(steps) for name in names} | {"steps": len(steps)}

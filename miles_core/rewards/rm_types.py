@@ -1,0 +1,35 @@
+"""Names of the scorers, and which scorer a sample gets."""
+
+from collections.abc import Iterable
+
+import pyarrow as pa
+
+from miles_core.errors import InputError
+
+RM_TYPES = ("ocr", "jpeg_compressibility", "jpeg_incompressibility")
+NOT_YET = ("pickscore", "remote_rm")
+
+
+def check_rm_type(name: object, where: str) -> None:
+    """Raises InputError unless `name` is a scorer; `where` begins the sentence."""
+    if name in NOT_YET:
+        raise InputError(f"{where}: rm_type {name} is not there yet: choose {', '.join(RM_TYPES)}")
+    if name not in RM_TYPES:
+        raise InputError(f"{where}: unknown rm_type {name!r}: choose {', '.join(RM_TYPES)}")
+
+
+def rm_types_of(prompts: pa.Table) -> dict[int, str | None]:
+    """sample_index -> the scorer that the sample's own metadata names, from a prompts table; None: the run's."""
+    indices, names = prompts.column("sample_index").to_pylist(), prompts.column("rm_type").to_pylist()
+    return dict(zip(indices, names, strict=True))
+
+
+def components_of(rm_type: str | None, overrides: Iterable[str | None]) -> list[str]:
+    """Scorers in use, sorted: each sample's own, or the run's `rm_type` where it names none.
+
+    Raises InputError where a sample has neither.
+    """
+    used = {override or rm_type for override in overrides}
+    if None in used:
+        raise InputError("a sample names no rm_type and the run has none: give --rm-type")
+    return sorted(name for name in used if name is not None)

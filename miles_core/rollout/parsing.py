@@ -1,0 +1,219 @@
+"""From an engine's result to the rows of a rollout, and back to conditioning tensors.
+
+Runs in parser processes: tensors go from the engine to Parquet without passing the driver.
+"""
+
+import hashlib
+import io
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import TypedDict
+
+import pyarrow as pa
+import torch
+from PIL import Image
+
+from miles_core.errors import StageError
+from miles_core.rollout.protocol import GeneratedOutput, GenerateRequest, GenerateResult
+from miles_core.store.digest import ROW_DIGEST, canonical_json
+from miles_core.store.files import DamagedError, Files
+from miles_core.store.parts import Part, inspect_table, write_table
+from miles_core.store.schemas import CONDITIONING, rollout_schema
+
+PNG_COMPRESS_LEVEL = 1
+
+
+class SampleKey(TypedDict):
+    """Which sample of the run an output is."""
+
+    sample_index: int
+    group_index: int
+
+
+class ParserWorker:
+    """Encodes and writes what engines return; holds nothing between calls."""
+
+    def write(
+        self,
+        files: Files,
+        result: GenerateResult,
+        request: GenerateRequest,
+        data_path: str,
+        conditioning_path: str | None,
+        *,
+        samples: Sequence[SampleKey],
+        sde_steps: Sequence[int],
+        policy_digest: str,
+        policy_version: int,
+        conditioning_id: str,
+    ) -> tuple[Part, Part | None]:
+        """Write a microgroup's part, and its conditioning where that file does not exist yet.
+
+        Raises FileExistsError where `data_path` is taken, StageError for NaN or inf, DamagedError where the
+        conditioning file that exists is not whole.
+        """
+        rows = rollout_table(
+            result,
+            request,
+            samples=samples,
+            sde_steps=sde_steps,
+            policy_digest=policy_digest,
+            policy_version=policy_version,
+            conditioning_id=conditioning_id,
+        )
+        beside = None
+        if conditioning_path is not None:
+            beside = _write_once(files, conditioning_path, conditioning_table(result, request, conditioning_id))
+        return write_table(files, data_path, rows), beside
+
+
+def image_png(image: torch.Tensor) -> bytes:
+    """PNG of an image (3, H, W) in [0, 1]: 8-bit RGB, rounded to the nearest of 256 levels."""
+    levels = (image.float() * 255).round().clamp(0, 255).to(torch.uint8)
+    sink = io.BytesIO()
+    Image.fromarray(levels.permute(1, 2, 0).contiguous().cpu().numpy()).save(
+        sink, format="PNG", compress_level=PNG_COMPRESS_LEVEL
+    )
+    return sink.getvalue()
+
+
+def rollout_table(
+    result: GenerateResult,
+    request: GenerateRequest,
+    *,
+    samples: Sequence[SampleKey],
+    sde_steps: Sequence[int],
+    policy_digest: str,
+    policy_version: int,
+    conditioning_id: str,
+) -> pa.Table:
+    """One row per output, in order, `row_digest` empty. Stores the trajectory at i and i + 1 of each step of
+    `sde_steps` alone. Raises StageError for NaN or inf, a latent that is not fp32, or outputs without a sample."""
+    if len(samples) != len(result.outputs) or request.num_outputs != len(result.outputs):
+        raise StageError(
+            f"engine {result.engine} returned {len(result.outputs)} outputs for {request.num_outputs} requested and "
+            f"{len(samples)} samples"
+        )
+    steps = sorted(set(sde_steps))
+    positions = sorted({position for i in steps for position in (i, i + 1)})
+    for key, output in zip(samples, result.outputs, strict=True):
+        _check(key["sample_index"], output)
+    columns = zip(
+        *(_row(key, output, positions) for key, output in zip(samples, result.outputs, strict=True)), strict=True
+    )
+    indices, groups, seeds, images, sigmas, timesteps, log_probs, latents = (list(column) for column in columns)
+    count, guided = len(result.outputs), any(name.startswith("neg.") for name in result.conditioning)
+    schema = rollout_schema(
+        latent_shape=result.outputs[0].latents.shape[1:],
+        positions=len(positions),
+        sde_steps=len(steps),
+        steps=request.num_inference_steps,
+        latent_dtype=pa.float32(),
+    )
+    values = {
+        "sample_index": indices,
+        "group_index": groups,
+        "prompt": [request.prompt] * count,
+        "negative_prompt": [request.negative_prompt if guided else None] * count,
+        "conditioning_id": [conditioning_id] * count,
+        "seed": seeds,
+        "request_seed": [request.seed] * count,
+        "num_outputs": [request.num_outputs] * count,
+        "image": [{"bytes": image, "path": None} for image in images],
+        "height": [request.height] * count,
+        "width": [request.width] * count,
+        "guidance_scale": [request.guidance_scale] * count,
+        "noise_level": [request.noise_level] * count,
+        "sde_type": [request.sde_type] * count,
+        "sigmas": sigmas,
+        "timesteps": timesteps,
+        "sde_step_indices": [steps] * count,
+        "log_probs": log_probs,
+        "latent_steps": [positions] * count,
+        "latents": latents,
+        "policy_digest": [policy_digest] * count,
+        "policy_version": [policy_version] * count,
+        "engine": [result.engine] * count,
+        "started_at": [datetime.fromtimestamp(result.started_at, UTC)] * count,
+        "seconds": [result.seconds] * count,
+        ROW_DIGEST: [""] * count,
+    }
+    return pa.table([_array(values[field.name], field.type) for field in schema], schema=schema)
+
+
+def conditioning_id(prompt: str, negative_prompt: str | None, encoder_digest: str, dtype: str) -> str:
+    """Name of a conditioning, known before it is computed: 16 hex digits."""
+    return hashlib.sha256(canonical_json([prompt, negative_prompt, encoder_digest, dtype])).hexdigest()[:16]
+
+
+def conditioning_table(result: GenerateResult, request: GenerateRequest, conditioning_id: str) -> pa.Table:
+    """The request's conditioning, one row per tensor in name order, `row_digest` empty.
+
+    Raises StageError for NaN or inf.
+    """
+    guided = any(name.startswith("neg.") for name in result.conditioning)
+    rows = []
+    for name, tensor in sorted(result.conditioning.items()):
+        if not torch.isfinite(tensor).all():
+            raise StageError(f"conditioning {name} of prompt {request.prompt!r} holds NaN or inf")
+        rows.append(
+            {
+                "conditioning_id": conditioning_id,
+                "prompt": request.prompt,
+                "negative_prompt": request.negative_prompt if guided else None,
+                "name": name,
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "shape": list(tensor.shape),
+                "data": tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes(),
+                ROW_DIGEST: "",
+            }
+        )
+    return pa.Table.from_pylist(rows, schema=CONDITIONING)
+
+
+def read_conditioning(table: pa.Table) -> dict[str, dict[str, torch.Tensor]]:
+    """conditioning_id → name → tensor in its own dtype and shape, no batch dimension."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for row in table.select(["conditioning_id", "name", "dtype", "shape", "data"]).to_pylist():
+        flat = torch.frombuffer(bytearray(row["data"]), dtype=getattr(torch, row["dtype"]))
+        found.setdefault(row["conditioning_id"], {})[row["name"]] = flat.reshape(row["shape"])
+    return found
+
+
+def _check(sample_index: int, output: GeneratedOutput) -> None:
+    for name, tensor in (("log_probs", output.log_probs), ("latents", output.latents), ("image", output.image)):
+        if not torch.isfinite(tensor).all():
+            raise StageError(f"sample {sample_index}: {name} holds NaN or inf; nothing of its microgroup is kept")
+    for name, tensor in (("log_probs", output.log_probs), ("latents", output.latents)):
+        if tensor.dtype != torch.float32:
+            raise StageError(f"sample {sample_index}: {name} came as {tensor.dtype}, float32 is stored")
+
+
+def _row(key: SampleKey, output: GeneratedOutput, positions: list[int]) -> tuple[object, ...]:
+    return (
+        key["sample_index"],
+        key["group_index"],
+        output.seed,
+        image_png(output.image),
+        output.sigmas,
+        output.timesteps[: len(output.log_probs)],
+        output.log_probs,
+        output.latents[positions],
+    )
+
+
+def _array(values: list, kind: pa.DataType) -> pa.Array:
+    if pa.types.is_fixed_size_list(kind):
+        flat = torch.stack(values).reshape(-1).contiguous().numpy()
+        return pa.FixedSizeListArray.from_arrays(pa.array(flat, kind.value_type), type=kind)
+    return pa.array(values, kind)
+
+
+def _write_once(files: Files, path: str, table: pa.Table) -> Part:
+    try:
+        return write_table(files, path, table)
+    except FileExistsError:
+        part = inspect_table(files, path)
+    if part is None:
+        raise DamagedError(f"{files.url(path)} is damaged: remove it and run the same command again")
+    return part

@@ -1,0 +1,96 @@
+"""What every rollout engine promises: requests, results and verbs. One behaviour, several engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One microgroup: `num_outputs` samples of one prompt; output i uses `seed + i`.
+
+    `sde_step_indices` lists the steps taken as SDE steps (None: all of them); the others are ODE steps.
+    Guidance is on when `guidance_scale > 1` and `negative_prompt` is not None.
+    """
+
+    prompt: str
+    negative_prompt: str | None
+    seed: int
+    num_outputs: int
+    height: int
+    width: int
+    num_inference_steps: int
+    guidance_scale: float
+    sde_type: str
+    noise_level: float
+    log_prob_no_const: bool
+    sde_step_indices: tuple[int, ...] | None
+    generator_device: str
+
+
+@dataclass
+class GeneratedOutput:
+    """image (3, H, W) float32 in [0, 1]; log_probs (T,) float32, 0 on ODE steps; latents (T + 1, C, h, w) in
+    the dtype the log-prob was computed from; timesteps (T + 1,) float32, last 0; sigmas (T + 1,) float32."""
+
+    seed: int
+    image: torch.Tensor
+    log_probs: torch.Tensor
+    latents: torch.Tensor
+    timesteps: torch.Tensor
+    sigmas: torch.Tensor
+
+
+@dataclass
+class GenerateResult:
+    """Outputs in order, and the conditioning once for the request.
+
+    conditioning: `pos.encoder_hidden_states` (L, D), `pos.pooled_projections` (P,), and the same under `neg.`
+    when guidance is on.
+    """
+
+    outputs: list[GeneratedOutput]
+    conditioning: dict[str, torch.Tensor] = field(default_factory=dict)
+    engine: str = ""
+    started_at: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class SyncReply:
+    """What an engine holds after a push: digest of the tensors that arrived (computed from the engine's own
+    parameters, not from the message), modules that took a LoRA pair, bytes, seconds."""
+
+    engine: str
+    policy_digest: str
+    modules_bound: int
+    bytes: int
+    seconds: float
+
+
+class RolloutEngine(Protocol):
+    """Verbs of an engine. Each is idempotent where repeating makes sense (sleep, wake, stop)."""
+
+    def start(self) -> None: ...
+
+    def health(self) -> bool: ...
+
+    def generate(self, request: GenerateRequest) -> GenerateResult: ...
+
+    def update_weights(self, adapter: bytes, *, lora_alpha: int, lora_rank: int) -> SyncReply:
+        """Replace the LoRA by `adapter` (safetensors bytes, PEFT names without `base_model.model.`)."""
+        ...
+
+    def checksum(self) -> str:
+        """Content digest of the adapter in force; empty string for the bare base model."""
+        ...
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def stop(self) -> None: ...

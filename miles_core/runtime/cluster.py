@@ -1,0 +1,141 @@
+"""The Ray cluster of a command: RAY_ADDRESS, or a head of its own on loopback, stopped at the end."""
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from miles_core.errors import InputError, StageError
+
+_START_SECONDS = 90
+
+
+@contextlib.contextmanager
+def ray_cluster(state: Path, code_path: str | None = None) -> Iterator[None]:
+    """Join RAY_ADDRESS, or start and stop a head of one's own.
+
+    `state` is a folder where an own head leaves its pid, so that `miles down` finds one that a killed command
+    left behind. Raises InputError where RAY_ADDRESS does not answer.
+    """
+    address = os.environ.get("RAY_ADDRESS")
+    with contextlib.ExitStack() as stack:
+        if not address:
+            # Ray reads these once, when it is imported: one token for all heads of this process.
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
+            address = stack.enter_context(_own_head(state))
+        import ray
+
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level="error", configure_logging=False)
+        except ConnectionError as fault:
+            raise InputError(
+                f"no Ray cluster answers at RAY_ADDRESS {address}: start one there, or unset RAY_ADDRESS"
+            ) from fault
+        stack.callback(ray.shutdown)
+        yield
+
+
+@contextlib.contextmanager
+def _own_head(state: Path) -> Iterator[str]:
+    folder = Path(tempfile.mkdtemp(prefix="miles-ray-"))
+    port = _free_port()
+    environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}
+    log = (folder / "head.log").open("wb")
+    head = subprocess.Popen(
+        [
+            str(Path(sys.executable).parent / "ray"),
+            "start",
+            "--head",
+            "--block",
+            "--node-ip-address=127.0.0.1",
+            f"--port={port}",
+            "--include-dashboard=false",
+            "--min-worker-port=0",
+            "--max-worker-port=0",
+            f"--temp-dir={folder}",
+            "--disable-usage-stats",
+        ],
+        env=environment,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    record = state / f"ray-{head.pid}.json"
+    _remember(record, head.pid, folder)
+    try:
+        _wait_until_up(head, port, folder)
+        yield f"127.0.0.1:{port}"
+    finally:
+        end_process_group(head.pid)
+        head.wait()
+        log.close()
+        shutil.rmtree(folder, ignore_errors=True)
+        record.unlink(missing_ok=True)
+
+
+def _remember(record: Path, pid: int, folder: Path) -> None:
+    record.parent.mkdir(parents=True, exist_ok=True)
+    entry = {"pid": pid, "created": psutil.Process(pid).create_time(), "folder": str(folder), "owner": os.getpid()}
+    record.write_text(json.dumps(entry))
+
+
+def end_left_heads(state: Path) -> int:
+    """End heads whose owner is gone; returns how many."""
+    ended = 0
+    for record in state.glob("ray-*.json"):
+        entry = json.loads(record.read_text())
+        if psutil.pid_exists(entry["owner"]):
+            continue
+        if psutil.pid_exists(entry["pid"]) and psutil.Process(entry["pid"]).create_time() == entry["created"]:
+            end_process_group(entry["pid"])
+            ended += 1
+        shutil.rmtree(entry["folder"], ignore_errors=True)
+        record.unlink(missing_ok=True)
+    return ended
+
+
+def end_process_group(pid: int, patience: float = 10) -> None:
+    """End a process and all below it: politely first, then for good."""
+    try:
+        family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+    _, alive = psutil.wait_procs(family, timeout=patience)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=patience)
+
+
+def _wait_until_up(head: subprocess.Popen, port: int, folder: Path) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline:
+        if head.poll() is not None:
+            break
+        output = (folder / "head.log").read_bytes()
+        if b"Ray runtime started" in output:
+            return
+        time.sleep(0.1)
+    lines = (folder / "head.log").read_text(errors="replace").strip().splitlines()[-5:]
+    raise StageError(f"the Ray head did not start within {_START_SECONDS} s on port {port}: " + " | ".join(lines))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

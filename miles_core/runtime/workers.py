@@ -1,0 +1,176 @@
+"""A driver's actors, started when a stage first needs them and ended with the command.
+
+A stage that is reused needs none: a finished run starts no Ray, engine or trainer.
+"""
+
+import contextlib
+import threading
+from pathlib import Path
+from typing import Any
+
+from miles_core.config import RunConfig
+from miles_core.errors import StageError
+from miles_core.pipeline.inputs import Inputs
+from miles_core.runtime.cluster import ray_cluster
+
+
+class Workers:
+    """Engines, parsers, scorers and trainer ranks of one run."""
+
+    def __init__(self, config: RunConfig, inputs: Inputs, state: Path) -> None:
+        self.config, self.inputs, self.state = config, inputs, state
+        self._stack = contextlib.ExitStack()
+        self._lock = threading.RLock()
+        self._ray: Any = None
+        self._engines: list[Any] | None = None
+        self._parsers: list[Any] | None = None
+        self._scorers: dict[str, list[Any]] = {}
+        self._trainer: list[Any] | None = None
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *fault: Any) -> None:
+        self._stack.close()
+
+    @property
+    def ray(self) -> Any:
+        """The ray module, connected."""
+        with self._lock:
+            if self._ray is None:
+                self._stack.enter_context(ray_cluster(self.state))
+                import ray
+
+                self._ray = ray
+            return self._ray
+
+    @property
+    def started(self) -> bool:
+        """Whether any actor or cluster was started."""
+        return self._ray is not None
+
+    @property
+    def device(self) -> str:
+        """cpu or cuda."""
+        chosen = self.config.cluster.device
+        if chosen != "auto":
+            return chosen
+        return "cuda" if self.ray.cluster_resources().get("GPU", 0) else "cpu"
+
+    @property
+    def seconds(self) -> float:
+        """Limit of one actor call."""
+        return 60.0 * self.config.cluster.distributed_timeout_minutes
+
+    def engine(self, index: int) -> Any:
+        """The handle of one engine."""
+        return self.engines()[index]
+
+    def engines(self) -> list[Any]:
+        """All engines, started."""
+        with self._lock:
+            if self._engines is None:
+                self._engines = [self._new_engine(i) for i in range(self.config.cluster.rollout_num_engines)]
+                self.get([e.health.remote() for e in self._engines], "the start of the engines")
+            return self._engines
+
+    def replace_engine(self, index: int) -> Any:
+        """A new engine in the place of a dead one; it holds no policy yet."""
+        with self._lock:
+            assert self._engines is not None
+            with contextlib.suppress(Exception):
+                self.ray.kill(self._engines[index])
+            self._engines[index] = self._new_engine(index)
+            return self._engines[index]
+
+    def parsers(self) -> list[Any]:
+        """Processes that encode and write."""
+        from miles_core.runtime.actors import ParserActor
+
+        with self._lock:
+            if self._parsers is None:
+                kind = self.ray.remote(num_cpus=0)(ParserActor)
+                self._parsers = [kind.remote() for _ in range(self.config.rollout.rollout_parser_num_workers)]
+            return self._parsers
+
+    def scorers(self, config: RunConfig, inputs: Inputs) -> list[Any]:
+        """Scorer processes for this reward configuration; a rerun's differ from the run's."""
+        from miles_core.runtime.actors import RewardActor
+
+        args = config.flat()
+        key = repr((sorted(config.affecting("rewards").items()), inputs.ocr_folders, inputs.components))
+        with self._lock:
+            if key not in self._scorers:
+                count = config.reward.ocr_num_workers if "ocr" in inputs.components else 1
+                kind = self.ray.remote(num_cpus=0, max_restarts=2)(RewardActor)
+                self._scorers[key] = [kind.remote(f"scorer-{i}", args, inputs.ocr_folders) for i in range(count)]
+            return self._scorers[key]
+
+    def train(self, verb: str, *arguments: Any) -> list[Any]:
+        """Call a verb on every trainer rank, starting them first; results in rank order."""
+        with self._lock:
+            if self._trainer is None:
+                self._trainer = self._start_trainer()
+            ranks = self._trainer
+        try:
+            return self.get([rank.call.remote(verb, *arguments) for rank in ranks], f"the trainer's {verb}")
+        except BaseException:
+            # A rank that failed half-way holds neither the old policy nor the new one.
+            self.end_trainer()
+            raise
+
+    def end_trainer(self) -> None:
+        """End the trainer ranks; the next call starts new ones."""
+        with self._lock:
+            for rank in self._trainer or []:
+                with contextlib.suppress(Exception):
+                    self.ray.kill(rank)
+            self._trainer = None
+
+    def get(self, references: list[Any], what: str) -> list[Any]:
+        """Wait for actor calls. Raises the actor's own error, or StageError after the time limit."""
+        try:
+            return self.ray.get(references, timeout=self.seconds)
+        except self.ray.exceptions.GetTimeoutError:
+            raise StageError(
+                f"{what} did not answer within {self.seconds / 60:.0f} minutes (--distributed-timeout-minutes); "
+                "run the same command again to resume"
+            ) from None
+        except self.ray.exceptions.RayTaskError as fault:
+            raise fault.cause if isinstance(fault.cause, Exception) else fault from None
+        except self.ray.exceptions.RayActorError as fault:
+            raise StageError(f"{what}: the process died ({fault}); run the same command again to resume") from None
+
+    def _new_engine(self, index: int) -> Any:
+        from miles_core.runtime.actors import EngineActor
+
+        device = self.device
+        resources = {"num_gpus": 1} if device == "cuda" else {"num_cpus": 0}
+        kind = self.ray.remote(**resources)(EngineActor)
+        return kind.options(max_concurrency=1).remote(
+            f"engine-{index}", self.config, str(self.inputs.checkpoint), self.inputs.family, device
+        )
+
+    def _start_trainer(self) -> list[Any]:
+        from miles_core.runtime.actors import TrainerActor
+
+        cluster = self.config.cluster
+        world, device = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node, self.device
+        resources = {"num_gpus": 1} if device == "cuda" else {"num_cpus": 0}
+        ranks = [self.ray.remote(**resources)(TrainerActor).remote() for _ in range(world)]
+        host, port = self.get([ranks[0].address.remote()], "the start of the trainer")[0]
+        start = [
+            actor.start.remote(
+                self.config,
+                str(self.inputs.checkpoint),
+                self.inputs.family,
+                rank=rank,
+                world_size=world,
+                master_address=host,
+                master_port=port,
+                device=device,
+            )
+            for rank, actor in enumerate(ranks)
+        ]
+        self.get(start, "the start of the trainer")
+        return ranks

@@ -1,0 +1,119 @@
+"""Parquet parts and files beside them: written once, checked by length and SHA-256 before use."""
+
+import hashlib
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from miles_core.store.digest import ROW_DIGEST, content_digest, tensor_digests, with_row_digests
+from miles_core.store.files import DamagedError, Files
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file of a stage. `path` is relative to the artifact root; `rows` is 0 for what is no table of rows;
+    `content` names the digest of what the file holds, whatever its bytes."""
+
+    path: str
+    rows: int
+    bytes: int
+    sha256: str
+    content: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of(cls, path: str, data: bytes) -> "Part":
+        """The part of a file beside the rows: safetensors by their tensors, anything else by its bytes."""
+        sha = hashlib.sha256(data).hexdigest()
+        tensors = path.endswith(".safetensors")
+        return cls(path, 0, len(data), sha, content_digest([], tensor_digests(data).items()) if tensors else sha)
+
+
+def encode_table(table: pa.Table) -> bytes:
+    """Parquet bytes of a table: one row group, zstd for text and numbers, none for noise and pictures."""
+    incompressible = {f.name for f in table.schema if _noise(f.type)}
+    sink = pa.BufferOutputStream()
+    leaves = _leaves(table.schema)
+    pq.write_table(
+        table,
+        sink,
+        row_group_size=max(1, table.num_rows),
+        compression={leaf: ("NONE" if leaf.split(".")[0] in incompressible else "ZSTD") for leaf in leaves},
+        use_dictionary=[leaf for leaf in leaves if leaf.split(".")[0] not in incompressible],
+        store_schema=True,
+    )
+    return sink.getvalue().to_pybytes()
+
+
+def write_table(files: Files, path: str, table: pa.Table) -> Part:
+    """Write a part under a new name, row digests filled in. Raises FileExistsError where the name is taken."""
+    table = with_row_digests(table)
+    data = encode_table(table)
+    _create(files, path, data)
+    rows = table.column(ROW_DIGEST).to_pylist()
+    return Part(path, table.num_rows, len(data), hashlib.sha256(data).hexdigest(), content_digest(rows))
+
+
+def write_file(files: Files, path: str, data: bytes) -> Part:
+    """Write a file beside the rows: safetensors by their tensors, anything else by its bytes."""
+    _create(files, path, data)
+    return Part.of(path, data)
+
+
+def read_bytes(files: Files, part: Part) -> bytes:
+    """A part's bytes, checked. Raises DamagedError that names the file."""
+    try:
+        data = files.read(part.path)
+    except FileNotFoundError:
+        raise DamagedError(f"{files.url(part.path)} is missing") from None
+    if len(data) != part.bytes:
+        raise DamagedError(f"{files.url(part.path)} has {len(data)} bytes, its manifest says {part.bytes}")
+    if hashlib.sha256(data).hexdigest() != part.sha256:
+        raise DamagedError(f"{files.url(part.path)} does not have the SHA-256 that its manifest says")
+    return data
+
+
+def read_table(files: Files, part: Part, columns: list[str] | None = None) -> pa.Table:
+    """A part's rows, checked. Raises DamagedError that names the file."""
+    return pq.read_table(pa.BufferReader(read_bytes(files, part)), columns=columns)
+
+
+def inspect_table(files: Files, path: str) -> Part | None:
+    """The part that an earlier attempt left under this path; None where it is not whole."""
+    data = files.read(path)
+    try:
+        table = pq.read_table(pa.BufferReader(data))
+        recorded = table.column(ROW_DIGEST).to_pylist()
+    except (pa.ArrowInvalid, OSError, KeyError):
+        return None
+    if with_row_digests(table).column(ROW_DIGEST).to_pylist() != recorded:
+        return None
+    return Part(path, table.num_rows, len(data), hashlib.sha256(data).hexdigest(), content_digest(recorded))
+
+
+def _create(files: Files, path: str, data: bytes) -> None:
+    if not files.create(path, data):
+        raise FileExistsError(files.url(path))
+
+
+def _noise(kind: pa.DataType) -> bool:
+    if pa.types.is_binary(kind):
+        return True
+    if pa.types.is_struct(kind):
+        return any(_noise(kind.field(i).type) for i in range(kind.num_fields))
+    return pa.types.is_fixed_size_list(kind) and kind.list_size > 64
+
+
+def _leaves(schema: pa.Schema) -> list[str]:
+    parquet = pq.ParquetFile(_empty(schema)).schema
+    return [parquet.column(i).path for i in range(len(parquet))]
+
+
+def _empty(schema: pa.Schema) -> pa.BufferReader:
+    sink = pa.BufferOutputStream()
+    pq.write_table(schema.empty_table(), sink)
+    return pa.BufferReader(sink.getvalue())

@@ -1,0 +1,243 @@
+"""A run in the store: its attempts by stage and iteration, its line, its record.
+
+<root>/<run>/run.json
+<root>/<run>/policy/init/<fingerprint, 12 hex>/...
+<root>/<run>/iteration=000012/stage=rollout/<fingerprint, 12 hex>[.2]/{attempt.json, data/*.parquet, manifest.json}
+"""
+
+import json
+import re
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from miles_core.errors import InputError, StageError
+from miles_core.store.digest import canonical_json
+from miles_core.store.files import DamagedError, Files
+from miles_core.store.manifest import Manifest, Upstream, read_manifest, stage_digest
+from miles_core.store.parts import Part
+from miles_core.store.stages import STAGES, StageName
+
+RUN_SCHEMA_VERSION = 1
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+
+
+def check_run_id(run: str) -> str:
+    """The run's name, if it is one. Raises InputError for a name that could lead outside the artifact root."""
+    if not _RUN_ID.fullmatch(run):
+        raise InputError(
+            f"run id {run!r} is no name: use letters, digits, dot, dash and underscore, starting with a letter or digit"
+        )
+    return run
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An open folder that parts are written into until its manifest commits it."""
+
+    stage: StageName
+    iteration: int
+    name: str
+    folder: str
+    fingerprint: str
+
+    def path(self, name: str) -> str:
+        return f"{self.folder}/{name}"
+
+
+@dataclass(frozen=True)
+class RunStore:
+    """All artifacts of one run."""
+
+    files: Files
+    run: str
+
+    def __post_init__(self) -> None:
+        check_run_id(self.run)
+
+    # The run's record
+
+    @property
+    def record_path(self) -> str:
+        return f"{self.run}/run.json"
+
+    def record(self) -> dict[str, Any] | None:
+        """run.json, or None where the run does not exist yet."""
+        try:
+            data = self.files.read(self.record_path)
+        except FileNotFoundError:
+            return None
+        try:
+            record = json.loads(data)
+            version = record["schema_version"]
+        except (ValueError, KeyError, TypeError):
+            raise InputError(
+                f"{self.files.url(self.record_path)} is no run record: restore it from a copy, or use another --run-id"
+            ) from None
+        if version > RUN_SCHEMA_VERSION:
+            raise InputError(
+                f"{self.files.url(self.record_path)} has schema version {version}, this program knows up to "
+                f"{RUN_SCHEMA_VERSION}: use the newer program that wrote it"
+            )
+        return record
+
+    def create_record(self, record: dict[str, Any]) -> bool:
+        """Write run.json for a new run; False where the run exists."""
+        body = {"schema_version": RUN_SCHEMA_VERSION, "run": self.run, "line": {}, "created_at": time.time()} | record
+        return self.files.create(self.record_path, json.dumps(body, indent=1).encode())
+
+    def update_record(self, **changes: Any) -> None:
+        """Replace fields of run.json atomically."""
+        record = self.record()
+        if record is None:
+            raise StageError(f"{self.files.url(self.record_path)} has gone: restore it and run the same command again")
+        self.files.replace(self.record_path, json.dumps(record | changes, indent=1).encode())
+
+    # The line
+
+    def on_line(self, stage: StageName, iteration: int) -> Manifest | None:
+        """The attempt that the run's line names, if it is committed and readable."""
+        name = ((self.record() or {}).get("line") or {}).get(_slot(stage, iteration))
+        return self.manifest(stage, iteration, name) if name else None
+
+    def move_line(self, manifest: Manifest) -> None:
+        """Name this attempt on the run's line."""
+        record = self.record() or {}
+        slot = _slot(manifest.stage, manifest.iteration)
+        if record.get("line", {}).get(slot) != manifest.attempt:
+            self.update_record(line=record.get("line", {}) | {slot: manifest.attempt})
+
+    # Attempts
+
+    def stage_folder(self, stage: StageName, iteration: int) -> str:
+        if stage == "policy":
+            return f"{self.run}/policy/init"
+        return f"{self.run}/iteration={iteration:06d}/stage={stage}"
+
+    def attempts(self, stage: StageName, iteration: int) -> list[str]:
+        """Names of all attempts, committed or not, oldest number first."""
+        names = self.files.list(self.stage_folder(stage, iteration))
+        return sorted(names, key=lambda n: (n.split(".")[0], int(n.split(".")[1]) if "." in n else 1))
+
+    def manifest(self, stage: StageName, iteration: int, attempt: str) -> Manifest | None:
+        """The manifest of an attempt, or None where it is not committed or cannot be read."""
+        folder = f"{self.stage_folder(stage, iteration)}/{attempt}"
+        try:
+            return read_manifest(self.files.read(f"{folder}/manifest.json"), folder)
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as fault:
+            if isinstance(fault, InputError):
+                raise
+            return None
+
+    def committed(self, stage: StageName, iteration: int) -> list[Manifest]:
+        found = (self.manifest(stage, iteration, name) for name in self.attempts(stage, iteration))
+        return [m for m in found if m is not None]
+
+    def find(self, stage: StageName, iteration: int, fingerprint: str, upstream: dict[str, Manifest]) -> Manifest | None:
+        """A committed, whole attempt with this fingerprint that consumed these very products: the Cached rule."""
+        digests = {name: m.content_digest for name, m in upstream.items()}
+        for manifest in self.committed(stage, iteration):
+            if manifest.fingerprint == fingerprint and consumed(manifest) == digests and not self.damage(manifest):
+                return manifest
+        return None
+
+    def damage(self, manifest: Manifest) -> str | None:
+        """Why a committed attempt cannot be used: a part that is missing or of another length; None if whole."""
+        for part in manifest.parts:
+            try:
+                size = self.files.size(part.path)
+            except FileNotFoundError:
+                return f"{self.files.url(part.path)} is missing"
+            if size != part.bytes:
+                return f"{self.files.url(part.path)} has {size} bytes, its manifest says {part.bytes}"
+        return None
+
+    def open_attempt(
+        self, stage: StageName, iteration: int, fingerprint: str, upstream: dict[str, Manifest], *, resumable: bool
+    ) -> Attempt:
+        """The folder to write into. A resumable stage goes on in the unfinished attempt at the same work if there
+        is one; any other gets a fresh folder, so that nothing half-made is ever mixed in.
+
+        `upstream` may lack products that are not committed yet (rewards behind a running rollout).
+        """
+        begun = {"fingerprint": fingerprint, "upstream": {n: m.content_digest for n, m in upstream.items()}}
+        number = 0
+        while True:
+            number += 1
+            name = fingerprint[:12] + (f".{number}" if number > 1 else "")
+            attempt = Attempt(stage, iteration, name, f"{self.stage_folder(stage, iteration)}/{name}", fingerprint)
+            if self.files.exists(attempt.path("manifest.json")):
+                continue
+            if self.files.create(attempt.path("attempt.json"), canonical_json(begun)):
+                return attempt
+            try:
+                if resumable and json.loads(self.files.read(attempt.path("attempt.json"))) == begun:
+                    return attempt
+            except ValueError:
+                continue
+
+    def commit(
+        self,
+        attempt: Attempt,
+        *,
+        parts: list[Part],
+        upstream: dict[str, Manifest],
+        affecting_config: dict[str, Any],
+        inputs: dict[str, str],
+        versions: dict[str, str],
+        started_at: float,
+        summary: dict[str, Any],
+        flow_run_id: str | None,
+    ) -> Manifest:
+        """Commit the attempt by its manifest; who loses a race gets the winner's."""
+        ordered = tuple(sorted(parts, key=lambda p: p.path))
+        manifest = Manifest(
+            stage=attempt.stage,
+            run=self.run,
+            iteration=attempt.iteration,
+            attempt=attempt.name,
+            folder=attempt.folder,
+            fingerprint=attempt.fingerprint,
+            content_digest=stage_digest(attempt.folder, ordered),
+            parts=ordered,
+            upstream={name: m.as_upstream() for name, m in upstream.items()},
+            affecting_config=affecting_config,
+            inputs=inputs,
+            versions=versions,
+            times={"started_at": started_at, "committed_at": time.time()},
+            summary=summary,
+            flow_run_id=flow_run_id,
+        )
+        if self.files.create(attempt.path("manifest.json"), manifest.to_bytes()):
+            return manifest
+        winner = self.manifest(attempt.stage, attempt.iteration, attempt.name)
+        if winner is None:
+            raise DamagedError(
+                f"{self.files.url(attempt.path('manifest.json'))} cannot be read: delete the folder {attempt.name} "
+                "and run the same command again"
+            )
+        return winner
+
+    def iterations(self) -> list[int]:
+        """Iterations that have a folder, ascending."""
+        names = (n.removeprefix("iteration=") for n in self.files.list(self.run) if n.startswith("iteration="))
+        return sorted(int(n) for n in names if n.isdigit())
+
+
+def consumed(manifest: Manifest) -> dict[str, str]:
+    """Content digests of the products a stage consumed, by name."""
+    return {name: u.content_digest for name, u in manifest.upstream.items()}
+
+
+def runs(files: Files) -> list[str]:
+    """Names of the runs under an artifact root."""
+    return [name for name in files.list("") if _RUN_ID.fullmatch(name) and files.exists(f"{name}/run.json")]
+
+
+def _slot(stage: StageName, iteration: int) -> str:
+    return stage if stage == "policy" else f"{iteration:06d}/{stage}"
+
+
+__all__ = ["STAGES", "Attempt", "RunStore", "Upstream", "check_run_id", "consumed", "runs"]

@@ -1,0 +1,119 @@
+"""Gradients of one optimizer step: forward and backward over this rank's micro-batches."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from miles_core.algorithms.flow_grpo import LossContext, flow_grpo_loss_formula, prepare_flow_grpo_batch
+from miles_core.data.sample import Sample
+from miles_core.training.batch import Conditioning, pair_batch
+from miles_core.training.metrics import StepMetrics
+from miles_core.training.model import lora_disabled
+from miles_core.training.probe import Predict
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """One rank's part of an optimizer step: its samples, their unmasked pairs, the pairs' micro-batches, and a
+    sample of the step whose shapes an empty pass takes."""
+
+    samples: list[Sample]
+    pairs: Mapping[str, Sequence[Any]]
+    micro_batches: list[list[int]]
+    spare: Sample
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """How micro-batches add up: `passes` forwards on every rank, whose losses are summed and then scaled."""
+
+    passes: int
+    scale: float
+
+
+def accumulate(
+    transformer: nn.Module,
+    predict: Predict,
+    ctx: LossContext,
+    share: RankShare,
+    conditioning: Conditioning,
+    accumulation: Accumulation,
+    *,
+    guidance_scale: float,
+    with_reference: bool,
+    device: torch.device,
+    on_pass: Callable[[int], None],
+) -> tuple[StepMetrics, set[int]]:
+    """Add the gradient of `scale` x (sum of the pairs' losses) to the parameters.
+
+    Every rank makes the same number of forwards, as FSDP's collectives need it: one that has fewer micro-batches
+    makes the rest on zeros, with no gradient from them. Gradients are reduced in the last
+    pass alone. Returns the metrics' sums and the numbers of samples whose loss is not finite.
+    """
+    metrics = StepMetrics(device)
+    losses: list[torch.Tensor] = []
+    healthy: list[torch.Tensor] = []
+    indices: list[list[int]] = []
+    sharded = cast(FSDPModule, transformer)
+    for number in range(accumulation.passes):
+        sharded.set_requires_gradient_sync(number == accumulation.passes - 1)
+        if number >= len(share.micro_batches):
+            _empty_pass(transformer, predict, share.spare, conditioning, guidance_scale, with_reference, device)
+            on_pass(number)
+            continue
+        batch = pair_batch(share.samples, share.pairs, share.micro_batches[number], conditioning, device)
+        prepared = prepare_flow_grpo_batch(ctx, batch)
+        inputs = (prepared.latents, prepared.timesteps, prepared.conditioning, guidance_scale)
+        ref_pred = _reference(transformer, predict, inputs) if with_reference else None
+        new_pred = predict(*inputs)
+        reported: dict[str, torch.Tensor] = {}
+        loss = flow_grpo_loss_formula(ctx, batch, prepared, new_pred=new_pred, ref_pred=ref_pred, metrics=reported)
+        (loss * accumulation.scale).backward()
+        metrics.add(loss, reported)
+        losses.append(loss.detach())
+        healthy.append(_finite(new_pred) & _finite(batch["next_latents"]))
+        indices.append(batch["sample_index"])
+        on_pass(number)
+    return metrics, _culprits(losses, healthy, indices)
+
+
+def _reference(transformer: nn.Module, predict: Predict, inputs: tuple[Any, ...]) -> torch.Tensor:
+    with torch.no_grad(), lora_disabled(transformer):
+        return predict(*inputs)
+
+
+def _empty_pass(
+    transformer: nn.Module,
+    predict: Predict,
+    spare: Sample,
+    conditioning: Conditioning,
+    guidance_scale: float,
+    with_reference: bool,
+    device: torch.device,
+) -> None:
+    latents = torch.zeros_like(spare.latents[:1]).to(device)
+    timesteps = spare.timesteps[:1].to(device)
+    like = conditioning[cast(str, spare.conditioning_id)]
+    zeros = {name: torch.zeros_like(tensor)[None].to(device) for name, tensor in like.items()}
+    if with_reference:
+        _reference(transformer, predict, (latents, timesteps, zeros, guidance_scale))
+    (predict(latents, timesteps, zeros, guidance_scale) * 0).sum().backward()
+
+
+def _finite(values: torch.Tensor) -> torch.Tensor:
+    """(B, ...) -> (B,) bool: whether a row holds nothing but finite numbers."""
+    return torch.isfinite(values.detach()).flatten(1).all(dim=1)
+
+
+def _culprits(losses: list[torch.Tensor], healthy: list[torch.Tensor], indices: list[list[int]]) -> set[int]:
+    """Samples of micro-batches whose loss is not finite: those with such an output or target, else all of it."""
+    bad: set[int] = set()
+    for loss, rows, samples in zip(losses, healthy, indices, strict=True):
+        if not torch.isfinite(loss):
+            named = {sample for sample, fine in zip(samples, rows.tolist(), strict=True) if not fine}
+            bad |= named or set(samples)
+    return bad

@@ -1,0 +1,342 @@
+"""One trainer rank: holds the policy and its optimizer, and turns a scored rollout into the next policy.
+
+A plain class; the runtime makes one actor of it per rank. Every method but `policy` is a collective: all ranks call
+it with the same arguments.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from miles_core.algorithms.flow_grpo import LossContext
+from miles_core.algorithms.sde import sde_step_backend
+from miles_core.config import RunConfig
+from miles_core.errors import StageError
+from miles_core.families.base import DiffusersModelBackend, torch_dtype
+from miles_core.families.resolve import train_pipeline_config
+from miles_core.store.digest import content_digest
+from miles_core.store.files import Files
+from miles_core.store.parts import Part, read_bytes
+from miles_core.training import checkpoint as ckpt
+from miles_core.training.batch import not_finite
+from miles_core.training.distributed import gather, start_process_group, together
+from miles_core.training.inputs import Rollout, UpdateInputs, UpdateResult, rank_share, read_rollout, row_args
+from miles_core.training.lr_schedule import learning_rate
+from miles_core.training.metrics import update_table
+from miles_core.training.model import assign, attach_lora, lora_parameters, shard, whole
+from miles_core.training.output import ADAPTER_FILE, PROBE_FILE, content_of, short_name, store_file, store_rows
+from miles_core.training.probe import Probe, check_parity, encode_probe, read_probe, run_probe
+from miles_core.training.step import Accumulation, accumulate
+from miles_core.weights.digest import policy_digest
+from miles_core.weights.packing import adapter_info, adapter_tensors, to_diffusers, to_safetensors
+
+Progress = Callable[[dict[str, int]], None]
+
+
+class TrainerRank:
+    """Rank `rank` of `world_size`. checkpoint: pipeline folder. device: cpu or cuda."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        checkpoint: str,
+        family: str,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        master_address: str = "127.0.0.1",
+        master_port: int,
+        device: str,
+    ) -> None:
+        self.config = config
+        self.rank, self.world_size = rank, world_size
+        self._folder = Path(checkpoint)
+        self._family = train_pipeline_config(family)
+        self._address, self._port, self._device_kind = master_address, master_port, device
+        self._dtype = torch_dtype(config.training.diffusion_forward_dtype)
+        self._targets = tuple(config.lora.lora_target_modules or self._family.lora_target_modules)
+        self._global_step = 0
+        self._held: str | None = None
+        self._policy = ""
+
+    def start(self) -> None:
+        """Join the process group, load the model, attach the seeded LoRA, shard. Raises StageError."""
+        c = self.config
+        self._device = start_process_group(
+            rank=self.rank,
+            world_size=self.world_size,
+            master_address=self._address,
+            master_port=self._port,
+            device=self._device_kind,
+            timeout_minutes=c.cluster.distributed_timeout_minutes,
+        )
+        self._transformer = together("loading the transformer", self._load_transformer)
+        mesh = init_device_mesh(self._device.type, (self.world_size,), mesh_dim_names=("dp",))
+        shard(self._transformer, self._family.fsdp_blocks(self._transformer), mesh, c)
+        self._parameters = lora_parameters(self._transformer)
+        self._optimizer = torch.optim.AdamW(
+            list(self._parameters.values()),
+            lr=c.optimizer.lr,
+            betas=(c.optimizer.adam_beta1, c.optimizer.adam_beta2),
+            eps=c.optimizer.adam_eps,
+            weight_decay=c.optimizer.weight_decay,
+        )
+        self._start_fresh()
+        adapter = self._adapter()
+        self._policy = policy_digest(to_safetensors(adapter))
+        self._held = _state_key([(ADAPTER_FILE, content_of(ADAPTER_FILE, self._adapter_file(adapter)))])
+
+    def stop(self) -> None:
+        """Leave the process group; a second call changes nothing."""
+        self._held, self._policy = None, ""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def policy(self) -> str:
+        """Digest of the policy held; empty after a failed load or update left none."""
+        return self._policy if self._held is not None else ""
+
+    def init_policy(self, files: Files, out_dir: str) -> list[Part]:
+        """Write the seeded adapter of policy/init. Raises StageError where the trainer holds another policy."""
+        if self._held is None or self._global_step:
+            raise StageError("policy/init is written by a trainer that has not trained yet")
+        return self._store(files, out_dir, {ADAPTER_FILE: self._adapter_file(self._adapter())} if self.rank == 0 else {})
+
+    def load(self, files: Files, parts: Sequence[Part], digest: str) -> None:
+        """Take up a policy: the adapter alone (policy/init), or an update's checkpoint with moments, schedule, RNG.
+
+        Does nothing where exactly that state is held already: an equal adapter with other moments is another state.
+        Raises StageError for anything less than a whole load, and then holds no policy.
+        """
+        named = {short_name(part.path): part for part in parts}
+        chosen = {n: p for n, p in named.items() if n.startswith(f"{ckpt.FOLDER}/")}
+        resumable = bool(chosen)
+        if not resumable:
+            chosen = {n: p for n, p in named.items() if n == ADAPTER_FILE}
+        key = _state_key((name, part.content) for name, part in chosen.items())
+        if key == self._held and digest == self._policy:
+            return
+        self._held = None
+        content = together("reading the policy", lambda: {n: read_bytes(files, p) for n, p in chosen.items()})
+        if resumable:
+            self._load_checkpoint({name.removeprefix(f"{ckpt.FOLDER}/"): data for name, data in content.items()})
+        else:
+            self._load_adapter(content)
+        found = policy_digest(to_safetensors(self._adapter()))
+        if found != digest:
+            raise StageError(f"the policy loaded has digest {found[:12]} and {digest[:12]} was asked for")
+        self._held, self._policy = key, found
+
+    def update(
+        self, files: Files, inputs: UpdateInputs, out_dir: str, progress: Progress | None = None
+    ) -> UpdateResult:
+        """Train on one iteration's rollout and write rows, checkpoint, adapter and probe under `out_dir`.
+
+        `progress` is called with step, steps, micro_batch and micro_batches (counted from 0) after each forward of
+        this rank. Raises StageError before the optimizer step for anything that is not finite, with the sample
+        indices, and before the first one where trainer and engine differ on the probe.
+        """
+        self.load(files, inputs.policy_parts, inputs.policy_digest)
+        if self._global_step != inputs.first_global_step:
+            raise StageError(
+                f"the policy was made by {self._global_step} optimizer steps and iteration {inputs.iteration} "
+                f"follows {inputs.first_global_step}: it belongs to another iteration"
+            )
+        rollout = read_rollout(files, inputs, self.config.samples_per_rollout, self.rank, self.world_size)
+        probe = self._read_probe(files, inputs.probe)
+        before = None if probe is None else run_probe(probe, self._predict, self._device)
+        if probe is not None and before is not None:
+            check_parity(probe, before, self.config.training.diffusion_forward_dtype)
+        self._held = None
+        rows = [self._step(files, rollout, number, progress) for number in range(self.config.steps_per_rollout)]
+        after = None if probe is None else run_probe(probe, self._predict, self._device)
+        return self._write(files, out_dir, rows, None if before is None or after is None else encode_probe(before, after))
+
+    def _step(self, files: Files, rollout: Rollout, number: int, progress: Progress | None) -> dict[str, Any]:
+        """One optimizer step; its row."""
+        clock = time.perf_counter()
+        size, steps = self.config.global_batch_size, self.config.steps_per_rollout
+        batch = rollout.advantages[number * size : (number + 1) * size]
+        args = row_args(self.config, rollout.dynamics)
+        share = together(
+            "reading the rollout",
+            lambda: rank_share(files, rollout, batch, args, self.config, self.rank, self.world_size),
+        )
+        _refuse(set().union(*gather(not_finite(share.samples, share.pairs))), "a stored log-prob or advantage")
+        counts = gather((len(share.pairs["step"]), len(share.micro_batches)))
+        pairs, passes = sum(p for p, _ in counts), max(1, *(m for _, m in counts))
+
+        def on_pass(done: int) -> None:
+            if progress is not None:
+                progress({"step": number, "steps": steps, "micro_batch": done, "micro_batches": passes})
+
+        metrics, culprits = accumulate(
+            self._transformer,
+            self._predict,
+            LossContext(args=args, sde_backend=sde_step_backend(args)),
+            share,
+            rollout.conditioning,
+            Accumulation(passes=passes, scale=self.world_size / max(pairs, 1)),
+            guidance_scale=rollout.dynamics.guidance_scale,
+            with_reference=self.config.ref_mode != "none",
+            device=self._device,
+            on_pass=on_pass,
+        )
+        culprits = set().union(*gather(culprits))
+        if culprits:
+            self._optimizer.zero_grad()
+        _refuse(culprits, "a log-prob or the loss")
+        lr = learning_rate(self._global_step, args)
+        grad_norm = self._optimize(lr, {row.sample_index for row in batch})
+        row = {
+            "step": number,
+            "global_step": self._global_step,
+            "samples": sum(not row.remove_sample for row in batch),
+            "pairs": pairs,
+            "lr": lr,
+            "grad_norm": grad_norm,
+            **metrics.total(pairs),
+            "seconds": time.perf_counter() - clock,
+        }
+        self._global_step += 1
+        return row
+
+    def _optimize(self, lr: float, samples: set[int]) -> float:
+        """Clip and step; returns the global gradient norm before clipping."""
+        parameters = list(self._parameters.values())
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if not torch.isfinite(norm):
+            self._optimizer.zero_grad()
+            _refuse(samples, "the gradient norm of the step")
+        if self.config.optimizer.clip_grad > 0:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.optimizer.clip_grad, norm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return float(norm.item())
+
+    def _predict(
+        self, latents: torch.Tensor, timesteps: torch.Tensor, conditioning: dict[str, torch.Tensor], guidance: float
+    ) -> torch.Tensor:
+        return self._family.forward(self._transformer, latents, timesteps, conditioning, guidance, self._dtype)
+
+    def _write(self, files: Files, out_dir: str, rows: list[dict[str, Any]], probe: bytes | None) -> UpdateResult:
+        adapter = self._adapter()
+        digest = policy_digest(to_safetensors(adapter))
+        shards = ckpt.save_shard(ckpt.state_tensors(self._parameters, self._optimizer))
+        names = [name for found in gather(list(shards)) for name in found]
+        rng = gather(ckpt.rng_state(self._device))
+        mine = {f"{ckpt.FOLDER}/{name}": data for name, data in shards.items()}
+        if self.rank == 0:
+            mine[ADAPTER_FILE] = self._adapter_file(adapter)
+            mine[f"{ckpt.FOLDER}/{ckpt.RNG_FILE}"] = ckpt.encode_rng(rng)
+            mine[f"{ckpt.FOLDER}/{ckpt.STATE_FILE}"] = ckpt.encode_state(
+                global_step=self._global_step,
+                policy_digest=digest,
+                lora_rank=self.config.lora.lora_rank,
+                lora_alpha=self.config.lora.lora_alpha,
+                shards=names,
+            )
+            if probe is not None:
+                mine[PROBE_FILE] = probe
+        parts = self._store(files, out_dir, mine)
+        table = update_table(rows)
+        own = together("writing the rows", lambda: store_rows(files, out_dir, table) if self.rank == 0 else None)
+        steps = next(part for part in gather(own) if part is not None)
+        self._policy = digest
+        state = [(short_name(part.path), part.content) for part in parts]
+        self._held = _state_key((name, content) for name, content in state if name.startswith(f"{ckpt.FOLDER}/"))
+        return UpdateResult(parts=parts, rows=steps, metrics=rows, policy_digest=digest)
+
+    def _store(self, files: Files, out_dir: str, mine: dict[str, bytes]) -> list[Part]:
+        """Write this rank's files; the parts of all ranks in path order."""
+        own = together(
+            "writing the policy", lambda: [store_file(files, out_dir, name, data) for name, data in sorted(mine.items())]
+        )
+        return sorted((part for found in gather(own) for part in found), key=lambda part: part.path)
+
+    def _load_checkpoint(self, content: dict[str, bytes]) -> None:
+        state = ckpt.read_state(content)
+        self._check_lora(state["lora_rank"], state["lora_alpha"])
+        shards = ckpt.shard_files(content)
+        ckpt.init_adam_state(self._optimizer)
+        ckpt.load_shards(ckpt.state_tensors(self._parameters, self._optimizer), shards)
+        ckpt.restore_rng(content, self._device, self.config.optimizer.seed)
+        self._global_step = state["global_step"]
+
+    def _load_adapter(self, content: dict[str, bytes]) -> None:
+        if ADAPTER_FILE not in content:
+            raise StageError("the policy holds neither a checkpoint nor an adapter")
+        info = adapter_info(content[ADAPTER_FILE])
+        if info.global_step:
+            raise StageError(
+                f"the adapter was made by {info.global_step} optimizer steps and its checkpoint is absent: "
+                "training on would start from fresh moments"
+            )
+        self._check_lora(info.rank, info.alpha)
+        assign(self._parameters, adapter_tensors(content[ADAPTER_FILE]))
+        self._start_fresh()
+
+    def _check_lora(self, rank: int, alpha: int) -> None:
+        own = self.config.lora
+        if (rank, alpha) != (own.lora_rank, own.lora_alpha):
+            raise StageError(
+                f"the policy has LoRA rank {rank} and alpha {alpha}, this run {own.lora_rank} and {own.lora_alpha}"
+            )
+
+    def _load_transformer(self) -> nn.Module:
+        c = self.config
+        transformer: Any = DiffusersModelBackend().load_transformer(self._folder, c.training.fsdp_master_dtype)
+        attach_lora(
+            transformer,
+            rank=c.lora.lora_rank,
+            alpha=c.lora.lora_alpha,
+            target_modules=self._targets,
+            init=c.lora.lora_init_weights,
+            seed=c.optimizer.seed,
+        )
+        if c.training.gradient_checkpointing:
+            transformer.enable_gradient_checkpointing()
+        module: nn.Module = transformer.to(self._device)
+        return module
+
+    def _read_probe(self, files: Files, part: Part | None) -> Probe | None:
+        if part is None:
+            return None
+        return together("reading the probe", lambda: read_probe(read_bytes(files, part)))
+
+    def _start_fresh(self) -> None:
+        ckpt.init_adam_state(self._optimizer)
+        ckpt.seed_rng(self.config.optimizer.seed)
+        self._global_step = 0
+
+    def _adapter(self) -> dict[str, torch.Tensor]:
+        return {name: whole(parameter) for name, parameter in self._parameters.items()}
+
+    def _adapter_file(self, adapter: dict[str, torch.Tensor]) -> bytes:
+        return to_diffusers(
+            to_safetensors(adapter),
+            rank=self.config.lora.lora_rank,
+            alpha=self.config.lora.lora_alpha,
+            target_modules=self._targets,
+            global_step=self._global_step,
+        )
+
+
+def _state_key(contents: Any) -> str:
+    """Identity of a trainer's whole state, from (file, content digest) of the files that hold it."""
+    return content_digest([], contents)
+
+
+def _refuse(samples: set[int], what: str) -> None:
+    if samples:
+        raise StageError(f"{what} is not finite; no optimizer step was taken: samples {sorted(samples)}")

@@ -1,0 +1,45 @@
+"""What a stage's task shows: a line for the terminal and the run's log, an artifact in the Prefect UI."""
+
+import re
+
+from prefect.artifacts import create_markdown_artifact
+from prefect.context import FlowRunContext
+from prefect.logging import get_run_logger
+from prefect.states import Completed, State
+
+from miles_core.observe.terminal import figures_of, stage_line
+from miles_core.pipeline.stage import Outcome
+from miles_core.store.files import Files
+from miles_core.store.manifest import Manifest
+
+
+def publish(outcome: Outcome, files: Files) -> Manifest | State[Manifest]:
+    """Tell what became of a stage; a reused one ends in the state Cached."""
+    line = stage_line(outcome)
+    print(line, flush=True)
+    if FlowRunContext.get() is not None:
+        get_run_logger().info(line.strip())
+        create_markdown_artifact(_markdown(outcome, files), key=_key(outcome.manifest), description=line.strip())
+    if outcome.reused:
+        return Completed(name="Cached", data=outcome.manifest)
+    return outcome.manifest
+
+
+def _key(manifest: Manifest) -> str:
+    return re.sub(r"[^a-z0-9-]+", "-", f"{manifest.run}-{manifest.stage}".lower())
+
+
+def _markdown(outcome: Outcome, files: Files) -> str:
+    m = outcome.manifest
+    rows = {
+        "run": f"{m.run}, iteration {m.iteration}",
+        "what": "reused" if outcome.reused else "computed",
+        "why": outcome.reason,
+        "figures": figures_of(m.stage, m.summary),
+        "rows": m.rows,
+        "seconds": f"{outcome.seconds:.1f}",
+        "content digest": m.content_digest,
+        "folder": f"`{files.url(m.folder)}`",
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value != "")
+    return f"## {m.stage}\n\n| | |\n|---|---|\n{table}\n"

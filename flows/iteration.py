@@ -1,11 +1,14 @@
 """One RL iteration: prompts → rollout → rewards → advantages → update → sync."""
 
+from typing import Any, cast
+
 from prefect import flow
 from prefect.runtime import flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.session import run_session
 from miles_core.pipeline.feed import RolloutFeed
+from miles_core.pipeline.log import log_iteration
 from miles_core.pipeline.upstream import policy_in_force
 from tasks.advantages import normalize_advantages
 from tasks.prompts import sample_prompts
@@ -18,7 +21,7 @@ from tasks.update import initialize_policy, update_policy
 @flow(
     name="iteration",
     flow_run_name="{run} · iteration {iteration}",
-    task_runner=ThreadPoolTaskRunner(max_workers=2),
+    task_runner=cast(Any, ThreadPoolTaskRunner(max_workers=2)),
     validate_parameters=True,
 )
 def iteration(run: str, iteration: int, artifact_root: str | None = None) -> None:
@@ -39,6 +42,8 @@ def iteration(run: str, iteration: int, artifact_root: str | None = None) -> Non
         rollout = generate_rollout.submit(step, prompts, policy, feed)
         rewards = score_rewards.submit(step, feed)
         made = rollout.result()
-        advantages = normalize_advantages(step, rewards.result())
+        scored = rewards.result()
+        advantages = normalize_advantages(step, scored)
         update = update_policy(step, made, advantages, policy)
         sync_weights(step, update)
+        log_iteration(step, made, scored, update)

@@ -1,11 +1,12 @@
 """What a stage's task shows: a line for the terminal and the run's log, an artifact in the Prefect UI."""
 
 import re
+from typing import cast
 
 from prefect.artifacts import create_markdown_artifact
 from prefect.context import FlowRunContext
 from prefect.logging import get_run_logger
-from prefect.states import Completed, State
+from prefect.states import Completed
 
 from miles_core.observe.terminal import figures_of, stage_line
 from miles_core.pipeline.stage import Outcome
@@ -13,15 +14,16 @@ from miles_core.store.files import Files
 from miles_core.store.manifest import Manifest
 
 
-def publish(outcome: Outcome, files: Files) -> Manifest | State[Manifest]:
-    """Tell what became of a stage; a reused one ends in the state Cached."""
+def publish(outcome: Outcome, files: Files) -> Manifest:
+    """Tell what became of a stage. A reused one ends in the state Cached: Prefect takes a state that a task returns
+    as the task's own, and its data as the result."""
     line = stage_line(outcome)
     print(line, flush=True)
     if FlowRunContext.get() is not None:
         get_run_logger().info(line.strip())
         create_markdown_artifact(_markdown(outcome, files), key=_key(outcome.manifest), description=line.strip())
     if outcome.reused:
-        return Completed(name="Cached", data=outcome.manifest)
+        return cast(Manifest, Completed(name="Cached", data=outcome.manifest))
     return outcome.manifest
 
 

@@ -17,7 +17,9 @@ def rerun(
     run: str = typer.Argument(help="Name of the run."),
     iteration: int = typer.Argument(help="Number of the iteration, from 0."),
     stage: str = typer.Argument(help="prompts, rollout, rewards, advantages or update."),
-    downstream: bool = typer.Option(False, "--downstream", help="Also the later stages of the iteration, up to update."),
+    downstream: bool = typer.Option(
+        False, "--downstream", help="Also the later stages of the iteration, up to update."
+    ),
     artifact_root: str | None = typer.Option(None, help="Folder of all runs."),
 ) -> None:
     """Make a stage again with the inputs it had; options that affect it may differ. The run's line stays."""

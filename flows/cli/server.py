@@ -39,7 +39,7 @@ def ensure_server() -> str:
     if given:
         if not _answers(given):
             raise InputError(
-                f"no Prefect server answers at PREFECT_API_URL {given}: start it, or unset PREFECT_API_URL to use a local one"
+                f"no Prefect server answers at PREFECT_API_URL {given}: start it, or unset the variable to use a local one"
             )
         return given
     folder = home() / "prefect"

@@ -61,7 +61,8 @@ def _attempts(store: RunStore, name: str, iteration: int) -> None:
         mark = "on the line" if line and line.attempt == manifest.attempt else "beside it"
         damage = store.damage(manifest)
         state = f"DAMAGED: {damage}" if damage else figures_of(stage, manifest.summary)
-        print(f"{stage:<11}{manifest.attempt:<16} {mark:<12}{manifest.rows:>6} rows  {manifest.content_digest[:12]}  {state}")
+        digest = manifest.content_digest[:12]
+        print(f"{stage:<11}{manifest.attempt:<16} {mark:<12}{manifest.rows:>6} rows  {digest}  {state}")
     unfinished = len(store.attempts(stage, iteration)) - len(committed)
     if unfinished:
         print(f"{stage:<11}{unfinished} unfinished")

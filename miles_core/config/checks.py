@@ -19,7 +19,9 @@ def strategy_name(path: str | None) -> str:
 def batches(c: RunConfig) -> None:
     total = c.samples_per_rollout
     size, steps = c.data.global_batch_size, c.data.num_steps_per_rollout
-    product = f"rollout_batch_size {c.data.rollout_batch_size} x n_samples_per_prompt {c.data.n_samples_per_prompt} = {total}"
+    product = (
+        f"rollout_batch_size {c.data.rollout_batch_size} x n_samples_per_prompt {c.data.n_samples_per_prompt} = {total}"
+    )
     if size and steps and size * steps != total:
         raise ValueError(
             f"{product} must equal global_batch_size {size} x num_steps_per_rollout {steps} = {size * steps}: "
@@ -31,10 +33,14 @@ def batches(c: RunConfig) -> None:
         raise ValueError(f"{product} is not a multiple of --num-steps-per-rollout {steps}: change one of them")
     n, k = c.data.n_samples_per_prompt, c.rollout.rollout_microgroup_size
     if n % k:
-        raise ValueError(f"--n-samples-per-prompt {n} is not a multiple of --rollout-microgroup-size {k}: change one of them")
+        raise ValueError(
+            f"--n-samples-per-prompt {n} is not a multiple of --rollout-microgroup-size {k}: change one of them"
+        )
     tile = (c.data.micro_batch_size_sample, c.data.micro_batch_size_tstep)
     if (tile[0] is None) != (tile[1] is None):
-        raise ValueError("--micro-batch-size-sample and --micro-batch-size-tstep make one 2D tile: give both or neither")
+        raise ValueError(
+            "--micro-batch-size-sample and --micro-batch-size-tstep make one 2D tile: give both or neither"
+        )
 
 
 def steps(c: RunConfig) -> None:
@@ -46,7 +52,9 @@ def steps(c: RunConfig) -> None:
             f"choose {' or '.join(STRATEGIES)}"
         )
     if r.diffusion_step_strategy_path and count == 0:
-        raise ValueError(f"the step strategy {name} picks --diffusion-num-sde-steps steps and that is 0: give at least 1")
+        raise ValueError(
+            f"the step strategy {name} picks --diffusion-num-sde-steps steps and that is 0: give at least 1"
+        )
     if count > r.diffusion_num_steps:
         raise ValueError(
             f"--diffusion-num-sde-steps {count} is more than --diffusion-num-steps {r.diffusion_num_steps}: lower it"
@@ -73,20 +81,33 @@ def steps(c: RunConfig) -> None:
         if len(set(r.diffusion_sde_candidate_steps)) != len(r.diffusion_sde_candidate_steps):
             raise ValueError("--diffusion-sde-candidate-steps names a step twice: name each once")
         if name != "epoch_global_random_choice":
-            raise ValueError(f"--diffusion-sde-candidate-steps belongs to epoch_global_random_choice, not {name}: leave it out")
+            raise ValueError(
+                f"--diffusion-sde-candidate-steps belongs to epoch_global_random_choice, not {name}: leave it out"
+            )
         if count > len(r.diffusion_sde_candidate_steps):
-            raise ValueError(f"--diffusion-num-sde-steps {count} is more than the candidate steps: lower it or name more")
+            raise ValueError(
+                f"--diffusion-num-sde-steps {count} is more than the candidate steps: lower it or name more"
+            )
 
 
 def dynamics(c: RunConfig) -> None:
     r = c.rollout
     if c.algorithm.loss_type == "policy_loss" and r.diffusion_sde_type == "ode":
-        raise ValueError("--diffusion-sde-type ode leaves --loss-type policy_loss without one SDE step: choose sde or cps")
+        raise ValueError(
+            "--diffusion-sde-type ode leaves --loss-type policy_loss without one SDE step: choose sde or cps"
+        )
     if r.diffusion_noise_level == 0 and r.diffusion_sde_type != "ode":
-        raise ValueError(f"--diffusion-noise-level 0 makes {r.diffusion_sde_type} steps deterministic: give a level above 0")
+        raise ValueError(
+            f"--diffusion-noise-level 0 makes {r.diffusion_sde_type} steps deterministic: give a level above 0"
+        )
     if r.diffusion_sde_type == "cps" and not r.diffusion_log_prob_no_const and _may_train_last_step(c):
         raise ValueError(
             "cps over the last step has no log-prob (its noise is 0): give --diffusion-log-prob-no-const, "
+            f"or end the steps before {r.diffusion_num_steps - 1}"
+        )
+    if r.diffusion_sde_type == "cps" and c.algorithm.diffusion_kl_beta > 0 and _may_train_last_step(c):
+        raise ValueError(
+            "cps over the last step has no KL (its noise is 0): give --diffusion-kl-beta 0, "
             f"or end the steps before {r.diffusion_num_steps - 1}"
         )
     if r.diffusion_sde_type == "sde" and r.diffusion_num_steps < 2:
@@ -109,15 +130,23 @@ def _may_train_last_step(c: RunConfig) -> bool:
 def optimizer(c: RunConfig) -> None:
     o = c.optimizer
     if o.lr_decay_style != "constant" and o.lr_decay_iters is None:
-        raise ValueError(f"--lr-decay-style {o.lr_decay_style} needs --lr-decay-iters, counted in optimizer steps: give it")
+        raise ValueError(
+            f"--lr-decay-style {o.lr_decay_style} needs --lr-decay-iters, counted in optimizer steps: give it"
+        )
     if o.lr_warmup_fraction is not None and o.lr_decay_iters is None:
         raise ValueError("--lr-warmup-fraction is a share of --lr-decay-iters: give that too")
     if o.lr_warmup_fraction is not None and o.lr_warmup_iters:
         raise ValueError("--lr-warmup-fraction and --lr-warmup-iters say the same thing twice: give one")
     if (o.lr_wsd_decay_iters is not None or o.lr_wsd_decay_style is not None) and o.lr_decay_style != "WSD":
-        raise ValueError("--lr-wsd-decay-iters and --lr-wsd-decay-style belong to --lr-decay-style WSD: choose it or leave them out")
+        raise ValueError(
+            "--lr-wsd-decay-iters and --lr-wsd-decay-style belong to --lr-decay-style WSD: choose it or leave them out"
+        )
     if o.lr_decay_style == "WSD" and o.lr_wsd_decay_iters is None:
         raise ValueError("--lr-decay-style WSD needs --lr-wsd-decay-iters: give it")
+    if o.lr_wsd_decay_iters is not None and o.lr_decay_iters is not None and o.lr_wsd_decay_iters > o.lr_decay_iters:
+        raise ValueError(
+            f"--lr-wsd-decay-iters {o.lr_wsd_decay_iters} is more than --lr-decay-iters {o.lr_decay_iters}: lower it"
+        )
     if o.min_lr > o.lr:
         raise ValueError(f"--min-lr {o.min_lr} is above --lr {o.lr}: lower it")
     warmup = o.lr_warmup_iters or int((o.lr_warmup_fraction or 0) * (o.lr_decay_iters or 0))
@@ -131,7 +160,9 @@ def needs(c: RunConfig) -> None:
     if c.algorithm.ref_mode == "none" and c.algorithm.diffusion_kl_beta > 0:
         raise ValueError("--diffusion-kl-beta above 0 needs a reference: leave out --ref-mode none")
     if c.cluster.device == "cpu" and c.rollout.diffusion_generator_device == "cuda":
-        raise ValueError("--diffusion-generator-device cuda needs a GPU and --device is cpu: give --diffusion-generator-device cpu")
+        raise ValueError(
+            "--diffusion-generator-device cuda needs a GPU and --device is cpu: give --diffusion-generator-device cpu"
+        )
 
 
 CHECKS: tuple[Callable[[RunConfig], None], ...] = (batches, steps, dynamics, optimizer, needs)

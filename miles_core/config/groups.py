@@ -15,7 +15,9 @@ class RunGroup(Group):
     artifact_root: str | None = option(
         None, "folder of all runs; unset: MILES_ARTIFACT_ROOT, else the user's data folder"
     )
-    code_path: str | None = option(None, "folder the user's own modules are found in; unset: where the command is given")
+    code_path: str | None = option(
+        None, "folder the user's own modules are found in; unset: where the command is given"
+    )
     num_rollout: int = option(1, "iterations of the whole run; a larger number later carries on", ge=1)
 
 
@@ -28,7 +30,9 @@ class ClusterGroup(Group):
     rollout_engine: Literal["diffusers"] = option(
         "diffusers", "engine that generates: the embedded diffusers engine", affects=("rollout",)
     )
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "device of trainer and engines; auto: cuda where there is one")
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "auto", "device of trainer and engines; auto: cuda where there is one"
+    )
     distributed_timeout_minutes: int = option(10, "limit of one collective or one actor call, in minutes", ge=1)
 
 
@@ -70,7 +74,9 @@ class OptimizerGroup(Group):
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] | None = option(
         None, "shape of the WSD decay; unset: exponential", affects=("update",)
     )
-    seed: int = option(1234, "seed of the adapter's initial weights and of the trainer", affects=("policy", "update"), ge=0)
+    seed: int = option(
+        1234, "seed of the adapter's initial weights and of the trainer", affects=("policy", "update"), ge=0
+    )
 
 
 class RolloutGroup(Group):
@@ -85,10 +91,14 @@ class RolloutGroup(Group):
         None, "model family; unset: read from the pipeline", affects=("rollout", "update")
     )
     diffusion_step_strategy_path: str | None = option(
-        None, "which steps are SDE steps: sde_window or epoch_global_random_choice; unset: sde_window", affects=("rollout",)
+        None,
+        "which steps are SDE steps: sde_window or epoch_global_random_choice; unset: sde_window",
+        affects=("rollout",),
     )
     diffusion_num_steps: int = option(10, "denoising steps", affects=("rollout",), ge=1)
-    diffusion_num_sde_steps: int = option(0, "steps the strategy picks; 0: no strategy, every step", affects=("rollout",), ge=0)
+    diffusion_num_sde_steps: int = option(
+        0, "steps the strategy picks; 0: no strategy, every step", affects=("rollout",), ge=0
+    )
     diffusion_sde_window_range: IntPair | None = option(
         None, "first,end: steps the window may lie in; unset: the whole schedule", affects=("rollout",)
     )
@@ -97,15 +107,23 @@ class RolloutGroup(Group):
     )
     diffusion_noise_level: float = option(0.7, "noise level a of the SDE step", affects=("rollout",), ge=0)
     diffusion_sde_type: Literal["sde", "cps", "ode"] = option("sde", "dynamics of the SDE steps", affects=("rollout",))
-    diffusion_log_prob_no_const: bool = option(False, "log-prob without its constants: -(x' - mean)^2", affects=("rollout", "update"))
-    diffusion_guidance_scale: float = option(4.0, "classifier-free guidance scale; 1 or less is off", affects=("rollout",), ge=0)
+    diffusion_log_prob_no_const: bool = option(
+        False, "log-prob without its constants: -(x' - mean)^2", affects=("rollout", "update")
+    )
+    diffusion_guidance_scale: float = option(
+        4.0, "classifier-free guidance scale; 1 or less is off", affects=("rollout",), ge=0
+    )
     diffusion_negative_prompt: str | None = option(
         None, "negative prompt of the guidance; unset: the empty prompt", affects=("rollout",)
     )
     diffusion_height: int = option(512, "image height in pixels", affects=("rollout",), ge=16)
     diffusion_width: int = option(512, "image width in pixels", affects=("rollout",), ge=16)
-    diffusion_generator_device: Literal["cpu", "cuda"] = option("cuda", "device the noise is drawn on", affects=("rollout",))
-    rollout_microgroup_size: int = option(1, "outputs a request; part of a result's identity", affects=("rollout",), ge=1)
+    diffusion_generator_device: Literal["cpu", "cuda"] = option(
+        "cuda", "device the noise is drawn on", affects=("rollout",)
+    )
+    rollout_microgroup_size: int = option(
+        1, "outputs a request; part of a result's identity", affects=("rollout",), ge=1
+    )
     rollout_seed: int = option(42, "seed of prompt order, samples and SDE steps", affects=("prompts", "rollout"), ge=0)
     rollout_parser_num_workers: int = option(1, "processes that encode and write what the engines return", ge=1)
     rollout_max_retries: int = option(2, "times a failed microgroup is tried on another engine", ge=0)
@@ -117,16 +135,24 @@ class DataGroup(Group):
     rollout_batch_size x n_samples_per_prompt = global_batch_size x num_steps_per_rollout.
     """
 
-    prompt_data: str = option("", "prompts: .jsonl or one a line; tiny and tiny-ocr name sets that come with the package")
+    prompt_data: str = option(
+        "", "prompts: .jsonl or one a line; tiny and tiny-ocr name sets that come with the package"
+    )
     input_key: str = option("input", "JSONL key of the prompt", affects=("prompts",))
     metadata_key: str = option("metadata", "JSONL key of the per-sample metadata", affects=("prompts",))
     rollout_batch_size: int = option(1, "prompts an iteration", affects=("prompts",), ge=1)
     n_samples_per_prompt: int = option(1, "samples a prompt: the group's size", affects=("prompts", "advantages"), ge=1)
     global_batch_size: int | None = option(None, "samples an optimizer step; unset: derived", affects=("update",), ge=1)
-    num_steps_per_rollout: int | None = option(None, "optimizer steps an iteration; unset: derived", affects=("update",), ge=1)
+    num_steps_per_rollout: int | None = option(
+        None, "optimizer steps an iteration; unset: derived", affects=("update",), ge=1
+    )
     micro_batch_size: int = option(1, "train pairs a forward", affects=("update",), ge=1)
-    micro_batch_size_sample: int | None = option(None, "samples of a 2D tile; overrides micro_batch_size", affects=("update",), ge=1)
-    micro_batch_size_tstep: int | None = option(None, "timesteps of a 2D tile; overrides micro_batch_size", affects=("update",), ge=1)
+    micro_batch_size_sample: int | None = option(
+        None, "samples of a 2D tile; overrides micro_batch_size", affects=("update",), ge=1
+    )
+    micro_batch_size_tstep: int | None = option(
+        None, "timesteps of a 2D tile; overrides micro_batch_size", affects=("update",), ge=1
+    )
     diffusion_train_iter_order: Literal["sample_major", "timestep_major"] = option(
         "sample_major", "order in which pairs are visited", affects=("update",)
     )
@@ -135,15 +161,21 @@ class DataGroup(Group):
 class AlgorithmGroup(Group):
     """Flow-GRPO: advantages and loss."""
 
-    loss_type: Literal["policy_loss"] = option("policy_loss", "objective: Flow-GRPO's clipped surrogate", affects=("update",))
+    loss_type: Literal["policy_loss"] = option(
+        "policy_loss", "objective: Flow-GRPO's clipped surrogate", affects=("update",)
+    )
     advantage_estimator: Literal["grpo"] = option("grpo", "advantage estimator", affects=("advantages",))
     disable_grpo_std_normalization: bool = option(
         False, "subtract the mean alone; forced at one sample a prompt", affects=("advantages",)
     )
     globalize_reward_mean: bool = option(False, "mean over the whole batch, not the group", affects=("advantages",))
-    globalize_reward_std: bool = option(False, "standard deviation over the whole batch, not the group", affects=("advantages",))
+    globalize_reward_std: bool = option(
+        False, "standard deviation over the whole batch, not the group", affects=("advantages",)
+    )
     diffusion_clip_range: float = option(1e-4, "clip range of the ratio", affects=("update",), gt=0)
-    diffusion_adv_clip_max: float = option(5.0, "advantages are clamped to +- this in the loss", affects=("update",), gt=0)
+    diffusion_adv_clip_max: float = option(
+        5.0, "advantages are clamped to +- this in the loss", affects=("update",), gt=0
+    )
     diffusion_kl_beta: float = option(0.0, "factor of the KL term to the reference", affects=("update",), ge=0)
     ref_mode: Literal["none", "lora_base"] | None = option(
         None, "reference policy; unset: lora_base (LoRA off) when diffusion_kl_beta > 0", affects=("update",)
@@ -159,7 +191,9 @@ class RewardGroup(Group):
     reward_max_retries: int = option(2, "times a failed score is tried again", ge=0)
     ocr_num_workers: int = option(4, "OCR processes", ge=1)
     ocr_engine: Literal["onnxruntime"] = option("onnxruntime", "inference engine under PaddleOCR", affects=("rewards",))
-    ocr_min_confidence: float = option(0.5, "lines read with less confidence are left out", affects=("rewards",), ge=0, le=1)
+    ocr_min_confidence: float = option(
+        0.5, "lines read with less confidence are left out", affects=("rewards",), ge=0, le=1
+    )
     ocr_det_model_dir: str | None = option(
         None, "PaddleOCR text detection model folder; unset: the installed wheel. Enters by what it holds"
     )
@@ -174,5 +208,7 @@ class LoraGroup(Group):
     use_lora: bool = option(False, "train a LoRA adapter", affects=("policy",))
     lora_rank: int = option(64, "rank of the adapter", affects=("policy",), ge=1)
     lora_alpha: int = option(64, "scale: delta W = alpha / rank * B A", affects=("policy",), ge=1)
-    lora_target_modules: Names | None = option(None, "modules that carry the adapter; unset: the family's", affects=("policy",))
+    lora_target_modules: Names | None = option(
+        None, "modules that carry the adapter; unset: the family's", affects=("policy",)
+    )
     lora_init_weights: Literal["gaussian", "kaiming"] = option("gaussian", "initial A; B is zero", affects=("policy",))

@@ -27,11 +27,7 @@ def from_flags(tokens: Sequence[str]) -> dict[str, Any]:
         text, equals, value = token[2:].partition("=")
         name = text.replace("-", "_")
         if name == "extra_args":
-            more = value if equals else _take(token, rest)
-            try:
-                changes |= from_flags(shlex.split(more))
-            except ValueError as fault:
-                raise InputError(f"--extra-args {more!r}: {fault}, check the quotes") from None
+            changes |= from_flags(_split(value if equals else _take(token, rest, flags_allowed=True)))
         elif name in FIELDS and _is_switch(name):
             changes[name] = _switch(name, value) if equals else True
         elif name.startswith("no_") and name[3:] in FIELDS and _is_switch(name[3:]) and not equals:
@@ -84,7 +80,14 @@ def _switch(name: str, value: str) -> bool:
     raise InputError(f"{flag(name)} is a switch and {value!r} is neither true nor false: give one of them")
 
 
-def _take(token: str, rest: list[str]) -> str:
-    if not rest or (rest[0].startswith("--") and len(rest[0]) > 2):
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as fault:
+        raise InputError(f"--extra-args {text!r}: {fault}, check the quotes") from None
+
+
+def _take(token: str, rest: list[str], *, flags_allowed: bool = False) -> str:
+    if not rest or (rest[0].startswith("--") and not flags_allowed):
         raise InputError(f"{token} needs a value: write {token} VALUE")
     return rest.pop(0)

@@ -135,6 +135,7 @@ def _transformer() -> SD3Transformer2DModel:
 
 
 def _vae() -> AutoencoderKL:
+    """sample_size is SD3's own: sglang decodes whatever is larger in tiles, which leave seams."""
     return AutoencoderKL(
         latent_channels=16,
         down_block_types=("DownEncoderBlock2D",) * 4,
@@ -142,7 +143,7 @@ def _vae() -> AutoencoderKL:
         block_out_channels=(8, 8, 16, 16),
         layers_per_block=1,
         norm_num_groups=4,
-        sample_size=64,
+        sample_size=1024,
         scaling_factor=1.5305,
         shift_factor=0.0609,
         use_quant_conv=False,

@@ -1,9 +1,13 @@
 """What a person at the terminal sees: a line per stage, progress while a stage is long."""
 
+from __future__ import annotations
+
 import sys
 import time
+from typing import TYPE_CHECKING, Any
 
-from miles_core.pipeline.stage import Outcome
+if TYPE_CHECKING:
+    from miles_core.pipeline.stage import Outcome
 
 _EVERY_SECONDS = 5.0
 
@@ -40,7 +44,7 @@ def stage_line(outcome: Outcome) -> str:
     return text + ("" if outcome.reused else f"  · run: {outcome.reason}")
 
 
-def figures_of(stage: str, summary: dict) -> str:
+def figures_of(stage: str, summary: dict[str, Any]) -> str:
     """The few figures of a stage that a person wants at a glance."""
     s = summary
     if stage == "prompts":
@@ -55,7 +59,8 @@ def figures_of(stage: str, summary: dict) -> str:
     if stage == "update":
         return f"loss {s['loss']:.3g}, kl {s['kl_loss']:.3g}, grad norm {s['grad_norm']:.3g}, {s['steps']} steps"
     if stage == "sync":
-        return f"{s['engines']} engines, {s['modules_bound']} modules, off {s['probe_diff']:.1e}, moved {s['probe_moved']:.1e}"
+        proof = f"off {s['probe_diff']:.1e}, moved {s['probe_moved']:.1e}"
+        return f"{s['engines']} engines, {s['modules_bound']} modules, {proof}"
     if stage == "policy":
         return f"{s['modules']} modules, {s['parameters']} parameters ({s['policy_digest'][:8]})"
     return ""

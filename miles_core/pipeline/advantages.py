@@ -19,7 +19,8 @@ def normalize(step: Step, attempt: Attempt, upstream: Upstreams) -> Product:
     table = pa.concat_tables([read_table(files, part, columns) for part in upstream["rewards"].data])
     rows = table.sort_by("sample_index").to_pylist()
     samples = [
-        Sample(group_index=r["group_index"], index=r["sample_index"], prompt="", seed=0, reward=r["reward"]) for r in rows
+        Sample(group_index=r["group_index"], index=r["sample_index"], prompt="", seed=0, reward=r["reward"])
+        for r in rows
     ]
     groups: dict[int, list[Sample]] = {}
     for sample in samples:

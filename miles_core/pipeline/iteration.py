@@ -20,7 +20,8 @@ def run_iteration(step: Step) -> dict[StageName, Outcome]:
     done: dict[StageName, Outcome] = {}
     done["prompts"] = run_stage(step, "prompts", previous_prompts(step), prompts.draw)
     in_force = policy_in_force(step)
-    feed, scored = RolloutFeed(), []
+    feed = RolloutFeed()
+    scored: list[Outcome | BaseException] = []
 
     def score() -> None:
         try:

@@ -7,7 +7,16 @@ import pyarrow.parquet as pq
 
 from miles_core.errors import StageError
 from miles_core.pipeline.feed import RolloutFeed
-from miles_core.pipeline.stage import Outcome, Product, Step, commit_stage, find_stage, run_stage, stage_fingerprint, why
+from miles_core.pipeline.stage import (
+    Outcome,
+    Product,
+    Step,
+    commit_stage,
+    find_stage,
+    run_stage,
+    stage_fingerprint,
+    why,
+)
 from miles_core.rewards.rm_types import rm_types_of
 from miles_core.store.digest import ROW_DIGEST
 from miles_core.store.manifest import Manifest

@@ -122,9 +122,7 @@ def _new_name(number: int, existing: list[str]) -> str:
     return existing[-1]
 
 
-def _kept(
-    step: Step, attempt: Attempt, existing: list[str], groups: list[list[Sample]], size: int
-) -> dict[int, Part]:
+def _kept(step: Step, attempt: Attempt, existing: list[str], groups: list[list[Sample]], size: int) -> dict[int, Part]:
     """Whole parts that an earlier try of this attempt left, by microgroup."""
     wanted = {s.index // size for group in groups for s in group}
     kept: dict[int, Part] = {}

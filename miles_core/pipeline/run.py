@@ -95,7 +95,8 @@ def _difference(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
         if then["fields"].get(name) != value
     ]
     files = [
-        f"{role} has another content" for role in sorted(set(then["inputs"]) | set(now["inputs"]))
+        f"{role} has another content"
+        for role in sorted(set(then["inputs"]) | set(now["inputs"]))
         if then["inputs"].get(role) != now["inputs"].get(role)
     ]
     return fields + files

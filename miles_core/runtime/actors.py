@@ -101,7 +101,9 @@ class RewardActor:
         self.worker = RewardWorker(args, ocr_folders, name)
         self.worker.warm_up()
 
-    def score(self, files: Files, part: Part, path: str, components: list[str], rm_types: dict[int, str | None]) -> Part:
+    def score(
+        self, files: Files, part: Part, path: str, components: list[str], rm_types: dict[int, str | None]
+    ) -> Part:
         return self.worker.score(files, part, path, components, rm_types)
 
 

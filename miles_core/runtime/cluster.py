@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -37,6 +38,8 @@ def ray_cluster(state: Path, code_path: str | None = None) -> Iterator[None]:
             address = stack.enter_context(_own_head(state))
         import ray
 
+        # Workers start in the thread of the task that first needs them; Ray warns about that on the terminal.
+        logging.getLogger("ray").setLevel(logging.ERROR)
         try:
             ray.init(address=address, log_to_driver=False, logging_level="error", configure_logging=False)
         except ConnectionError as fault:

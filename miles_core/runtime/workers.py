@@ -3,15 +3,19 @@
 A stage that is reused needs none: a finished run starts no Ray, engine or trainer.
 """
 
+from __future__ import annotations
+
 import contextlib
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miles_core.config import RunConfig
 from miles_core.errors import StageError
-from miles_core.pipeline.inputs import Inputs
 from miles_core.runtime.cluster import ray_cluster
+
+if TYPE_CHECKING:
+    from miles_core.pipeline.inputs import Inputs
 
 
 class Workers:
@@ -27,7 +31,7 @@ class Workers:
         self._scorers: dict[str, list[Any]] = {}
         self._trainer: list[Any] | None = None
 
-    def __enter__(self) -> "Workers":
+    def __enter__(self) -> Workers:
         return self
 
     def __exit__(self, *fault: Any) -> None:

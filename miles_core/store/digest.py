@@ -103,9 +103,9 @@ def _value(array: pa.Array, i: int) -> bytes:
         return b"\x01" + b"".join(struct.pack("<Q", len(p)) + p for p in parts)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         values = array[i].values
-        if pa.types.is_floating(values.type) or pa.types.is_integer(values.type):
-            if values.null_count == 0:
-                return b"\x01" + np.ascontiguousarray(values.to_numpy(zero_copy_only=False)).tobytes()
+        number = pa.types.is_floating(values.type) or pa.types.is_integer(values.type)
+        if number and values.null_count == 0:
+            return b"\x01" + np.ascontiguousarray(values.to_numpy(zero_copy_only=False)).tobytes()
         parts = list(_values(values))
         return b"\x01" + b"".join(struct.pack("<Q", len(p)) + p for p in parts)
     value = array[i].as_py()

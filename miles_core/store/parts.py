@@ -25,12 +25,12 @@ class Part:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    @classmethod
-    def of(cls, path: str, data: bytes) -> "Part":
-        """The part of a file beside the rows: safetensors by their tensors, anything else by its bytes."""
-        sha = hashlib.sha256(data).hexdigest()
-        tensors = path.endswith(".safetensors")
-        return cls(path, 0, len(data), sha, content_digest([], tensor_digests(data).items()) if tensors else sha)
+
+def file_part(path: str, data: bytes) -> Part:
+    """The part of a file beside the rows: safetensors by their tensors, anything else by its bytes."""
+    sha = hashlib.sha256(data).hexdigest()
+    tensors = path.endswith(".safetensors")
+    return Part(path, 0, len(data), sha, content_digest([], tensor_digests(data).items()) if tensors else sha)
 
 
 def encode_table(table: pa.Table) -> bytes:
@@ -45,6 +45,7 @@ def encode_table(table: pa.Table) -> bytes:
         compression={leaf: ("NONE" if leaf.split(".")[0] in incompressible else "ZSTD") for leaf in leaves},
         use_dictionary=[leaf for leaf in leaves if leaf.split(".")[0] not in incompressible],
         store_schema=True,
+        write_page_checksum=True,
     )
     return sink.getvalue().to_pybytes()
 
@@ -61,7 +62,7 @@ def write_table(files: Files, path: str, table: pa.Table) -> Part:
 def write_file(files: Files, path: str, data: bytes) -> Part:
     """Write a file beside the rows: safetensors by their tensors, anything else by its bytes."""
     _create(files, path, data)
-    return Part.of(path, data)
+    return file_part(path, data)
 
 
 def read_bytes(files: Files, part: Part) -> bytes:
@@ -86,7 +87,7 @@ def inspect_table(files: Files, path: str) -> Part | None:
     """The part that an earlier attempt left under this path; None where it is not whole."""
     data = files.read(path)
     try:
-        table = pq.read_table(pa.BufferReader(data))
+        table = pq.read_table(pa.BufferReader(data), page_checksum_verification=True)
         recorded = table.column(ROW_DIGEST).to_pylist()
     except (pa.ArrowInvalid, OSError, KeyError):
         return None

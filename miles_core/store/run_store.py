@@ -135,7 +135,9 @@ class RunStore:
         found = (self.manifest(stage, iteration, name) for name in self.attempts(stage, iteration))
         return [m for m in found if m is not None]
 
-    def find(self, stage: StageName, iteration: int, fingerprint: str, upstream: dict[str, Manifest]) -> Manifest | None:
+    def find(
+        self, stage: StageName, iteration: int, fingerprint: str, upstream: dict[str, Manifest]
+    ) -> Manifest | None:
         """A committed, whole attempt with this fingerprint that consumed these very products: the Cached rule."""
         digests = {name: m.content_digest for name, m in upstream.items()}
         for manifest in self.committed(stage, iteration):

@@ -140,7 +140,9 @@ def rollout_schema(
 CONDITIONING = _schema(
     "conditioning",
     [
-        column("conditioning_id", pa.string(), "SHA-256 over prompt, negative prompt, encoder digest and dtype, 16 hex"),
+        column(
+            "conditioning_id", pa.string(), "SHA-256 over prompt, negative prompt, encoder digest and dtype, 16 hex"
+        ),
         column("prompt", pa.string(), "prompt text"),
         column("negative_prompt", pa.string(), "negative prompt; null where guidance is off", nullable=True),
         column("name", pa.string(), "name of the tensor, e.g. pos.encoder_hidden_states"),
@@ -215,7 +217,9 @@ SYNC = _schema(
         column("policy_version", pa.int64(), "iteration whose update made it"),
         column("modules_bound", pa.int64(), "modules of the engine that took a LoRA pair"),
         column("bytes", pa.int64(), "bytes of the adapter", unit="byte"),
-        column("probe_diff", pa.float64(), "relative distance of the engine's output from the trainer's after the push"),
+        column(
+            "probe_diff", pa.float64(), "relative distance of the engine's output from the trainer's after the push"
+        ),
         column("probe_moved", pa.float64(), "relative distance the engine's output moved by the push"),
         column("push_seconds", pa.float64(), "time of push", unit="s", volatile=True),
         column("verify_seconds", pa.float64(), "time of verification", unit="s", volatile=True),

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 
 from miles_core.errors import StageError
 from miles_core.store.digest import canonical_json, tensor_digests
-from miles_core.weights.packing import from_safetensors, to_safetensors
+from miles_core.weights.packing import from_safetensors, safetensors_metadata, to_safetensors
 
 FOLDER = "checkpoint"
 STATE_FILE = "trainer_state.json"
@@ -55,10 +55,10 @@ def state_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim
 
 
 def save_shard(state: dict[str, torch.Tensor]) -> dict[str, bytes]:
-    """This rank's shard files by name. A collective."""
+    """This rank's shard files by name; the same state gives the same bytes. A collective."""
     with tempfile.TemporaryDirectory() as folder:
         dcp.save(state, storage_writer=HuggingFaceStorageWriter(folder, save_distributed=True))
-        return {path.name: path.read_bytes() for path in sorted(Path(folder).glob(f"{_SHARD}*.safetensors"))}
+        return {path.name: _canonical(path.read_bytes()) for path in Path(folder).glob(f"{_SHARD}*.safetensors")}
 
 
 def load_shards(state: dict[str, torch.Tensor], files: Mapping[str, bytes]) -> None:
@@ -111,7 +111,9 @@ def read_state(files: Mapping[str, bytes]) -> dict[str, Any]:
         raise StageError(f"the checkpoint lacks {STATE_FILE}")
     state = json.loads(files[STATE_FILE])
     if state["schema_version"] != _SCHEMA_VERSION:
-        raise StageError(f"the checkpoint has schema version {state['schema_version']}, this code reads {_SCHEMA_VERSION}")
+        raise StageError(
+            f"the checkpoint has schema version {state['schema_version']}, this code reads {_SCHEMA_VERSION}"
+        )
     return dict(state)
 
 
@@ -147,3 +149,12 @@ def restore_rng(files: Mapping[str, bytes], device: torch.device, seed: int) -> 
 def seed_rng(seed: int) -> None:
     """A random state of its own for every rank."""
     torch.manual_seed(seed + dist.get_rank())
+
+
+def _canonical(data: bytes) -> bytes:
+    """A shard file in one order: the storage writer's is another in every process."""
+    metadata = {
+        name: canonical_json(json.loads(value)).decode() if value.startswith("{") else value
+        for name, value in safetensors_metadata(data).items()
+    }
+    return to_safetensors(from_safetensors(data), metadata)

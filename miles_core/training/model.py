@@ -115,7 +115,9 @@ def assign(parameters: dict[str, nn.Parameter], tensors: dict[str, torch.Tensor]
     for name, parameter in parameters.items():
         value = tensors[name]
         if value.shape != parameter.shape:
-            raise StageError(f"the adapter's {name} is {tuple(value.shape)}, this run's LoRA has {tuple(parameter.shape)}")
+            raise StageError(
+                f"the adapter's {name} is {tuple(value.shape)}, this run's LoRA has {tuple(parameter.shape)}"
+            )
     for name, parameter in parameters.items():
         value = tensors[name].to(parameter.dtype).to(parameter.device)
         if isinstance(parameter, DTensor):

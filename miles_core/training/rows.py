@@ -103,7 +103,9 @@ def merge(indices: Sequence[RolloutIndex]) -> tuple[dict[int, Part], Dynamics]:
         part_of |= index.part_of
     dynamics = set().union(*(index.dynamics for index in indices))
     if len(dynamics) != 1:
-        raise StageError(f"one update trains on rows of one kind and the rollout holds {len(dynamics)}: {sorted(map(str, dynamics))}")
+        raise StageError(
+            f"one update trains on rows of one kind and the rollout holds {len(dynamics)}: {sorted(map(str, dynamics))}"
+        )
     return part_of, dynamics.pop()
 
 

@@ -52,10 +52,10 @@ def accumulate(
 
     Every rank makes the same number of forwards, as FSDP's collectives need it: one that has fewer micro-batches
     makes the rest on zeros, with no gradient from them. Gradients are reduced in the last
-    pass alone. Returns the metrics' sums and the numbers of samples whose loss is not finite.
+    pass alone. Returns the metrics' sums and the numbers of samples whose model output, target, log-prob or loss is not finite.
     """
     metrics = StepMetrics(device)
-    losses: list[torch.Tensor] = []
+    finite: list[torch.Tensor] = []
     healthy: list[torch.Tensor] = []
     indices: list[list[int]] = []
     sharded = cast(FSDPModule, transformer)
@@ -74,11 +74,11 @@ def accumulate(
         loss = flow_grpo_loss_formula(ctx, batch, prepared, new_pred=new_pred, ref_pred=ref_pred, metrics=reported)
         (loss * accumulation.scale).backward()
         metrics.add(loss, reported)
-        losses.append(loss.detach())
+        finite.append(torch.isfinite(torch.stack([loss.detach(), *(v.detach() for v in reported.values())])).all())
         healthy.append(_finite(new_pred) & _finite(batch["next_latents"]))
         indices.append(batch["sample_index"])
         on_pass(number)
-    return metrics, _culprits(losses, healthy, indices)
+    return metrics, _culprits(finite, healthy, indices)
 
 
 def _reference(transformer: nn.Module, predict: Predict, inputs: tuple[Any, ...]) -> torch.Tensor:
@@ -109,11 +109,13 @@ def _finite(values: torch.Tensor) -> torch.Tensor:
     return torch.isfinite(values.detach()).flatten(1).all(dim=1)
 
 
-def _culprits(losses: list[torch.Tensor], healthy: list[torch.Tensor], indices: list[list[int]]) -> set[int]:
-    """Samples of micro-batches whose loss is not finite: those with such an output or target, else all of it."""
+def _culprits(finite: list[torch.Tensor], healthy: list[torch.Tensor], indices: list[list[int]]) -> set[int]:
+    """Samples with a model output or target that is not finite, and all of a micro-batch whose loss or metrics are
+    not finite without one."""
     bad: set[int] = set()
-    for loss, rows, samples in zip(losses, healthy, indices, strict=True):
-        if not torch.isfinite(loss):
-            named = {sample for sample, fine in zip(samples, rows.tolist(), strict=True) if not fine}
-            bad |= named or set(samples)
+    for fine, rows, samples in zip(finite, healthy, indices, strict=True):
+        named = {sample for sample, row in zip(samples, rows.tolist(), strict=True) if not row}
+        bad |= named
+        if not named and not fine:
+            bad |= set(samples)
     return bad

@@ -107,7 +107,9 @@ class TrainerRank:
         """Write the seeded adapter of policy/init. Raises StageError where the trainer holds another policy."""
         if self._held is None or self._global_step:
             raise StageError("policy/init is written by a trainer that has not trained yet")
-        return self._store(files, out_dir, {ADAPTER_FILE: self._adapter_file(self._adapter())} if self.rank == 0 else {})
+        return self._store(
+            files, out_dir, {ADAPTER_FILE: self._adapter_file(self._adapter())} if self.rank == 0 else {}
+        )
 
     def load(self, files: Files, parts: Sequence[Part], digest: str) -> None:
         """Take up a policy: the adapter alone (policy/init), or an update's checkpoint with moments, schedule, RNG.
@@ -157,7 +159,9 @@ class TrainerRank:
         self._held = None
         rows = [self._step(files, rollout, number, progress) for number in range(self.config.steps_per_rollout)]
         after = None if probe is None else run_probe(probe, self._predict, self._device)
-        return self._write(files, out_dir, rows, None if before is None or after is None else encode_probe(before, after))
+        return self._write(
+            files, out_dir, rows, None if before is None or after is None else encode_probe(before, after)
+        )
 
     def _step(self, files: Files, rollout: Rollout, number: int, progress: Progress | None) -> dict[str, Any]:
         """One optimizer step; its row."""
@@ -260,7 +264,8 @@ class TrainerRank:
     def _store(self, files: Files, out_dir: str, mine: dict[str, bytes]) -> list[Part]:
         """Write this rank's files; the parts of all ranks in path order."""
         own = together(
-            "writing the policy", lambda: [store_file(files, out_dir, name, data) for name, data in sorted(mine.items())]
+            "writing the policy",
+            lambda: [store_file(files, out_dir, name, data) for name, data in sorted(mine.items())],
         )
         return sorted((part for found in gather(own) for part in found), key=lambda part: part.path)
 

@@ -68,6 +68,15 @@ def from_safetensors(data: bytes) -> dict[str, torch.Tensor]:
         raise StageError(f"an adapter or checkpoint file is no safetensors file: {fault}") from None
 
 
+def safetensors_metadata(data: bytes) -> dict[str, str]:
+    """The free metadata of a safetensors file's header. Raises StageError for bytes that are none."""
+    try:
+        (size,) = struct.unpack("<Q", data[:8])
+        return dict(json.loads(data[8 : 8 + size]).get("__metadata__", {}))
+    except (ValueError, struct.error):
+        raise StageError("an adapter or checkpoint file is no safetensors file") from None
+
+
 def to_push(adapter_file: bytes) -> bytes:
     """PEFT-named safetensors (`transformer_blocks.0.attn.to_q.lora_A.weight`) of a diffusers adapter file.
 
@@ -87,9 +96,7 @@ def adapter_tensors(adapter_file: bytes) -> dict[str, torch.Tensor]:
     return {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
 
 
-def to_diffusers(
-    push: bytes, *, rank: int, alpha: int, target_modules: Sequence[str], global_step: int = 0
-) -> bytes:
+def to_diffusers(push: bytes, *, rank: int, alpha: int, target_modules: Sequence[str], global_step: int = 0) -> bytes:
     """A file that diffusers' load_lora_weights takes, with rank and alpha in its metadata, of PEFT-named tensors."""
     tensors = {_PREFIX + name: tensor for name, tensor in from_safetensors(push).items()}
     lora = {
@@ -112,8 +119,7 @@ def to_diffusers(
 def adapter_info(adapter_file: bytes) -> AdapterInfo:
     """Rank, alpha, targets and training state that the file's metadata names. Raises StageError without them."""
     try:
-        (size,) = struct.unpack("<Q", adapter_file[:8])
-        metadata = json.loads(adapter_file[8 : 8 + size])["__metadata__"]
+        metadata = safetensors_metadata(adapter_file)
         lora = json.loads(metadata[_LORA_METADATA])
         return AdapterInfo(
             rank=lora[_PREFIX + "r"],
@@ -122,4 +128,6 @@ def adapter_info(adapter_file: bytes) -> AdapterInfo:
             global_step=json.loads(metadata[_TRAINER_METADATA])["global_step"],
         )
     except (KeyError, ValueError, struct.error):
-        raise StageError("the adapter file does not name its rank, alpha and optimizer step: it was not written here") from None
+        raise StageError(
+            "the adapter file does not name its rank, alpha and optimizer step: it was not written here"
+        ) from None

@@ -10,7 +10,7 @@ from safetensors.torch import load, save
 from miles_core.errors import StageError
 from miles_core.rollout.protocol import GenerateRequest, GenerateResult
 from miles_core.store.files import Files
-from miles_core.store.parts import Part, read_bytes, write_file
+from miles_core.store.parts import Part, file_part, read_bytes, write_file
 from miles_core.weights.verify import ProbeResult, check_probe
 
 Probe = dict[str, torch.Tensor]
@@ -36,7 +36,7 @@ def write_probe(files: Files, path: str, probe: Probe) -> Part:
         return write_file(files, path, data)
     except FileExistsError:
         if files.read(path) == data:
-            return Part.of(path, data)
+            return file_part(path, data)
         raise StageError(
             f"{files.url(path)} differs from the probe of the same policy: the engine does not repeat its numbers; "
             "delete that attempt's folder to make the rollout afresh"

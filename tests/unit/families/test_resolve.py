@@ -79,7 +79,7 @@ def test_what_is_not_there_is_refused(name: str, message: str, tmp_path: Path, m
 
 
 def test_a_folder_without_a_pipeline_is_refused(tmp_path: Path):
-    with pytest.raises(InputError, match="no model_index.json"):
+    with pytest.raises(InputError, match=r"no model_index\.json"):
         resolve_checkpoint(str(tmp_path), tmp_path)
 
 

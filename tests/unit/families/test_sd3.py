@@ -95,12 +95,15 @@ def test_every_lora_target_binds(folder: Path):
 @torch.no_grad()
 def test_guidance_is_neg_plus_g_times_the_difference(components: EngineComponents):
     latents, timesteps, conditioning = batch(components)
-    call = lambda side: components.transformer(  # noqa: E731
-        hidden_states=latents,
-        timestep=timesteps,
-        encoder_hidden_states=conditioning[side + ".encoder_hidden_states"],
-        pooled_projections=conditioning[side + ".pooled_projections"],
-    ).sample.double()
+
+    def call(side: str) -> torch.Tensor:
+        return components.transformer(
+            hidden_states=latents,
+            timestep=timesteps,
+            encoder_hidden_states=conditioning[side + ".encoder_hidden_states"],
+            pooled_projections=conditioning[side + ".pooled_projections"],
+        ).sample.double()
+
     pos, neg = call("pos"), call("neg")
     assert (pos - neg).abs().max() > 1e-4
     guided = SD3.forward(components.transformer, latents, timesteps, conditioning, 4.5, torch.float32)

@@ -100,7 +100,7 @@ def worst(found, expected):
     return max(((found[n] - t).norm() / scale[n]).item() for n, t in expected.items())
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.04])
+@pytest.mark.parametrize("beta", [0.0, 0.5])
 def test_gradient_of_a_step_is_that_of_a_float64_reference(iteration, beta):
     inputs = iteration.inputs(f"reference-{beta}", shifted=True)
     result = update(iteration, inputs, f"reference-{beta}/out", diffusion_kl_beta=beta)
@@ -110,12 +110,12 @@ def test_gradient_of_a_step_is_that_of_a_float64_reference(iteration, beta):
     found = gradients(iteration.files, result.parts)
     assert found.keys() == expected.keys()
     assert all(t.norm() > 0 for n, t in expected.items() if "add_q_proj" not in n and "blocks.0" in n)
-    assert worst(found, expected) < 1e-4
+    assert worst(found, expected) < 2e-5
     row = result.metrics[0]
     norm = math.sqrt(sum(t.norm().item() ** 2 for t in expected.values()))
     assert norm > 1e-4
-    assert row["grad_norm"] == pytest.approx(norm, rel=1e-4)
-    assert row["loss"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
+    assert row["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert row["loss"] == pytest.approx(loss, abs=1e-6)
     assert row["clip_frac"] == pytest.approx(sum(clipped) / len(clipped))
     assert (row["pairs"], row["samples"]) == (12, 4)
 
@@ -143,6 +143,15 @@ def test_ratio_starts_at_one_on_the_engines_own_rollout(iteration):
     assert row["clip_frac"] == 0
 
 
+@pytest.fixture(scope="module")
+def flat(iteration):
+    """Inputs, and their gradient with two pairs a micro-batch."""
+    inputs = iteration.inputs("batching", shifted=True)
+    found = gradients(iteration.files, update(iteration, inputs, "batching/flat", diffusion_kl_beta=0.5).parts)
+    assert max(t.norm().item() for t in found.values()) > 1e-4
+    return inputs, found
+
+
 @pytest.mark.parametrize(
     "batching",
     [
@@ -155,24 +164,21 @@ def test_ratio_starts_at_one_on_the_engines_own_rollout(iteration):
     ],
     ids=lambda b: "-".join(f"{k}={v}" for k, v in b.items()),
 )
-def test_micro_batches_and_checkpointing_do_not_change_the_gradient(iteration, batching):
-    name = "batching-" + "-".join(map(str, batching.values()))
-    inputs = iteration.inputs(name, shifted=True)
-    changes = {"diffusion_kl_beta": 0.04}
-    expected = gradients(iteration.files, update(iteration, inputs, f"{name}/a", **changes).parts)
-    found = gradients(iteration.files, update(iteration, inputs, f"{name}/b", **changes, **batching).parts)
-    assert max(t.norm().item() for t in expected.values()) > 1e-4
+def test_micro_batches_and_checkpointing_do_not_change_the_gradient(iteration, flat, batching):
+    inputs, expected = flat
+    out = "batching/" + "-".join(map(str, batching.values()))
+    found = gradients(iteration.files, update(iteration, inputs, out, diffusion_kl_beta=0.5, **batching).parts)
     assert worst(found, expected) < 1e-5
 
 
 def test_removed_sample_is_excluded_from_the_loss(iteration):
     inputs = iteration.inputs("removed", shifted=True, removed=[1], log_probs={(1, 0): math.nan})
-    result = update(iteration, inputs, "removed/out", diffusion_kl_beta=0.04)
-    _, expected, _ = reference(iteration, inputs, beta=0.04, removed=[1])
-    assert worst(gradients(iteration.files, result.parts), expected) < 1e-4
+    result = update(iteration, inputs, "removed/out", diffusion_kl_beta=0.5)
+    _, expected, _ = reference(iteration, inputs, beta=0.5, removed=[1])
+    assert worst(gradients(iteration.files, result.parts), expected) < 2e-5
     assert (result.metrics[0]["pairs"], result.metrics[0]["samples"]) == (9, 3)
     everyone = iteration.inputs("all-in", shifted=True)
-    other = update(iteration, everyone, "all-in/out", diffusion_kl_beta=0.04)
+    other = update(iteration, everyone, "all-in/out", diffusion_kl_beta=0.5)
     assert worst(gradients(iteration.files, other.parts), expected) > 1e-2
 
 

@@ -80,7 +80,9 @@ def _targets(tensors: dict[str, torch.Tensor]) -> list[str]:
     return sorted({name.split(".", 2)[2].rsplit(".lora_", 1)[0] for name in tensors})
 
 
-def generate(model: Path, push: bytes, prompt: int, first_seed: int) -> tuple[GenerateRequest, GenerateResult, torch.Tensor]:
+def generate(
+    model: Path, push: bytes, prompt: int, first_seed: int
+) -> tuple[GenerateRequest, GenerateResult, torch.Tensor]:
     """One microgroup of the policy `push`, and the engine's output on its first latent (the probe)."""
     engine = DiffusersEngine(name="e0", checkpoint=str(model), family="sd3", dtype="fp32", device="cpu")
     engine.start()
@@ -227,7 +229,9 @@ def checkpoint_tensors(files: Files, parts: Sequence[Part]) -> dict[str, torch.T
 def gradients(files: Files, parts: Sequence[Part], beta1: float = 0.9) -> dict[str, torch.Tensor]:
     """The (clipped) gradient of the first optimizer step, from Adam's first moment."""
     tensors = checkpoint_tensors(files, parts)
-    return {n.removeprefix("exp_avg."): t.double() / (1 - beta1) for n, t in tensors.items() if n.startswith("exp_avg.")}
+    return {
+        n.removeprefix("exp_avg."): t.double() / (1 - beta1) for n, t in tensors.items() if n.startswith("exp_avg.")
+    }
 
 
 def part_named(parts: Sequence[Part], ending: str) -> Part:

@@ -1,0 +1,23 @@
+"""The metrics of a finished iteration, from its committed stages, through the log hooks' place."""
+
+from miles_core.data.sample import Sample
+from miles_core.observe.metrics import log_rollout_data, metrics_line, train_metrics
+from miles_core.pipeline.stage import Step
+from miles_core.store.manifest import Manifest
+from miles_core.store.parts import read_table
+
+
+def log_iteration(step: Step, rollout: Manifest, rewards: Manifest, update: Manifest) -> None:
+    """Print rollout and train metrics under the reference's names."""
+    columns = ["sample_index", "group_index", "reward"]
+    samples = [
+        Sample(group_index=row["group_index"], index=row["sample_index"], prompt="", seed=0, reward=row["reward"])
+        for part in rewards.data
+        for row in read_table(step.store.files, part, columns).to_pylist()
+    ]
+    log_rollout_data(step.iteration, step.config.args(), samples, None, _seconds(rollout))
+    print(f"  {metrics_line(train_metrics(update.summary, _seconds(update)))}", flush=True)
+
+
+def _seconds(manifest: Manifest) -> float:
+    return manifest.times["committed_at"] - manifest.times["started_at"]

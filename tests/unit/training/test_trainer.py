@@ -1,0 +1,352 @@
+"""TrainerRank's life: same bits, resume, refusals, what it writes."""
+
+import dataclasses
+import json
+import math
+import pickle
+
+import pyarrow as pa
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
+from safetensors.torch import load
+from trained_rollouts import (
+    ALPHA,
+    RANK,
+    checkpoint_tensors,
+    part_named,
+    rows_of,
+    run_config,
+    trainer,
+)
+
+from miles_core.errors import StageError
+from miles_core.store.files import Files
+from miles_core.store.parts import Part, read_bytes, read_table, write_file, write_table
+from miles_core.store.schemas import UPDATE
+from miles_core.training.lr_schedule import learning_rate
+from miles_core.weights.digest import policy_digest
+from miles_core.weights.packing import to_push, to_safetensors
+
+ADAPTER = "adapter/pytorch_lora_weights.safetensors"
+TWO_STEPS = {"num_steps_per_rollout": 2, "lr_decay_style": "linear", "lr_decay_iters": 10, "diffusion_kl_beta": 0.1}
+
+
+@pytest.fixture
+def make(iteration):
+    """Start a trainer; the one before it is stopped, and the last at the end."""
+    running = []
+
+    def start(**changes):
+        while running:
+            running.pop().stop()
+        one = trainer(run_config(**changes), iteration.model)
+        running.append(one)
+        one.start()
+        return one
+
+    yield start
+    while running:
+        running.pop().stop()
+
+
+def contents(parts):
+    return {part.path.split("out/")[-1]: part.content for part in parts if "probe" not in part.path}
+
+
+def held(one):
+    return {name: tensor.clone() for name, tensor in one._adapter().items()}
+
+
+def follow(iteration, result, name, first):
+    """Inputs of the next iteration, from the policy that `result` made."""
+    return iteration.inputs(name, policy=(result.parts, result.policy_digest, first))
+
+
+def test_two_runs_give_the_same_bits(iteration, make):
+    inputs = iteration.inputs("bits", shifted=True)
+    a = make(**TWO_STEPS).update(iteration.files, inputs, "bits/a/out")
+    b = make(**TWO_STEPS).update(iteration.files, inputs, "bits/b/out")
+    assert a.metrics[0]["grad_norm"] > 0 and a.metrics[1]["grad_norm"] > 0
+    assert a.policy_digest == b.policy_digest != iteration.digest
+    for one, other in zip(a.parts, b.parts, strict=True):
+        assert one.sha256 == other.sha256, one.path
+    assert a.rows.content == b.rows.content
+
+
+def test_resumed_training_is_bit_equal_to_uninterrupted(iteration, make):
+    """flow_grpo 183, miles 2516, miles_diffusion 40: moments, masters, schedule and step count survive."""
+    one = make(**TWO_STEPS)
+    first = one.update(iteration.files, iteration.inputs("resume/0"), "resume/0/out")
+    straight = one.update(iteration.files, follow(iteration, first, "resume/1", 2), "resume/1/out")
+    other = make(**TWO_STEPS)
+    resumed = other.update(iteration.files, follow(iteration, first, "resume/1b", 2), "resume/1b/out")
+    assert [row["global_step"] for row in resumed.metrics] == [2, 3]
+    assert [row["lr"] for row in resumed.metrics] == [learning_rate(step, other.config.args()) for step in (2, 3)]
+    assert resumed.metrics[0]["lr"] < first.metrics[0]["lr"]
+    assert contents(straight.parts) == contents(resumed.parts)
+    assert straight.rows.content == resumed.rows.content
+    tensors = checkpoint_tensors(iteration.files, resumed.parts)
+    assert {t.item() for n, t in tensors.items() if n.startswith("step.")} == {4.0}
+    moved = [n for n, t in checkpoint_tensors(iteration.files, first.parts).items() if not torch.equal(t, tensors[n])]
+    assert len(moved) > len(tensors) / 2
+    third = make(**TWO_STEPS).update(iteration.files, follow(iteration, resumed, "resume/2", 4), "resume/2/out")
+    assert third.metrics[-1]["global_step"] == 5
+
+
+def test_moments_matter(iteration, make):
+    """Without the moments the next update is another one: the test above would see it."""
+    first = make(**TWO_STEPS).update(iteration.files, iteration.inputs("moments/0"), "moments/0/out")
+    inputs = follow(iteration, first, "moments/1", 2)
+    whole = make(**TWO_STEPS).update(iteration.files, inputs, "moments/1/out")
+    other = make(**TWO_STEPS)
+    other.load(iteration.files, first.parts, first.policy_digest)
+    for state in other._optimizer.state.values():
+        state["exp_avg"].zero_()
+    assert other.update(iteration.files, inputs, "moments/1b/out").policy_digest != whole.policy_digest
+
+
+def test_a_held_policy_is_not_loaded_again_and_another_state_is(iteration, make):
+    one = make(lr=1e-3)
+    silent = one.update(iteration.files, iteration.inputs("held/0", advantages=(0.0,) * 4), "held/0/out")
+    assert silent.policy_digest == iteration.digest
+    tensors = one._parameters
+    before = next(iter(tensors.values())).detach().clone()
+    with torch.no_grad():
+        next(iter(tensors.values())).add_(1.0)
+    one.load(iteration.files, silent.parts, silent.policy_digest)
+    assert not torch.equal(next(iter(tensors.values())), before)
+    one.load(iteration.files, iteration.policy, iteration.digest)
+    assert torch.equal(next(iter(tensors.values())), before)
+    assert one._global_step == 0
+    one.load(iteration.files, silent.parts, silent.policy_digest)
+    assert one._global_step == 1
+
+
+def test_nan_in_one_row_stops_before_the_step_and_names_the_sample(iteration, make):
+    """flow_grpo 177: NaN log-probs."""
+    one = make()
+    one.load(iteration.files, iteration.policy, iteration.digest)
+    before = held(one)
+    inputs = iteration.inputs("nan", log_probs={(2, 1): math.nan})
+    with pytest.raises(StageError, match=r"samples \[2\]"):
+        one.update(iteration.files, inputs, "nan/out")
+    assert all(torch.equal(before[name], tensor) for name, tensor in held(one).items())
+    assert one.policy() == "" and iteration.files.list("nan/out") == []
+    good = one.update(iteration.files, iteration.inputs("nan-after"), "nan-after/out")
+    assert good.metrics[0]["grad_norm"] > 0 and good.policy_digest != iteration.digest
+
+
+def test_loss_that_overflows_stops_before_the_step_and_names_the_micro_batch(iteration, make):
+    one = make(micro_batch_size=3)
+    one.load(iteration.files, iteration.policy, iteration.digest)
+    before = held(one)
+    with pytest.raises(StageError, match=r"no optimizer step was taken: samples \[1\]"):
+        one.update(iteration.files, iteration.inputs("inf", log_probs={(1, 2): -1e6}), "inf/out")
+    assert all(torch.equal(before[name], tensor) for name, tensor in held(one).items())
+    assert all(parameter.grad is None for parameter in one._parameters.values())
+
+
+def test_latents_that_are_not_finite_name_their_sample_alone(iteration, make):
+    inputs = iteration.inputs("latents")
+    table = read_table(iteration.files, inputs.rollout[1])
+    values = table["latents"].to_pylist()
+    values[0][-1] = math.inf
+    at = table.schema.get_field_index("latents")
+    broken = table.set_column(at, table.schema.field(at), pa.array(values, table.schema.field(at).type))
+    part = write_table(iteration.files, "latents/rollout/broken.parquet", broken)
+    inputs = dataclasses.replace(inputs, rollout=[inputs.rollout[0], part])
+    with pytest.raises(StageError, match=r"samples \[2\]"):
+        make(micro_batch_size=12).update(iteration.files, inputs, "latents/out")
+
+
+def test_exported_adapter_gives_the_same_output_in_plain_diffusers(iteration, make, tmp_path):
+    """verl-omni 596: rank and alpha survive the export."""
+    inputs = iteration.inputs("export", probe=True)
+    result = make(lr=1e-2).update(iteration.files, inputs, "export/out")
+    data = read_bytes(iteration.files, part_named(result.parts, ADAPTER))
+    (tmp_path / "pytorch_lora_weights.safetensors").write_bytes(data)
+    probe = load(read_bytes(iteration.files, iteration.probe))
+    own = load(read_bytes(iteration.files, part_named(result.parts, "probe.safetensors")))
+
+    def output(pipe):
+        def branch(name):
+            return pipe.transformer(
+                hidden_states=probe["latents"],
+                timestep=probe["timestep"],
+                encoder_hidden_states=probe[f"cond.{name}.encoder_hidden_states"][None],
+                pooled_projections=probe[f"cond.{name}.pooled_projections"][None],
+                return_dict=False,
+            )[0]
+
+        with torch.no_grad():
+            return branch("neg") + probe["guidance_scale"].item() * (branch("pos") - branch("neg"))
+
+    pipe = StableDiffusion3Pipeline.from_pretrained(iteration.model)
+    base = output(pipe)
+    pipe.load_lora_weights(tmp_path)
+    config = next(iter(pipe.transformer.peft_config.values()))
+    assert (config.r, config.lora_alpha) == (RANK, ALPHA)
+    loaded = output(pipe)
+    assert (loaded - own["after"]).norm() / own["after"].norm() < 1e-5
+    assert (loaded - own["before"]).norm() / own["after"].norm() > 1e-3
+    assert (loaded - base).norm() / base.norm() > 1e-3
+
+
+def test_init_policy_is_the_seeded_adapter(iteration, make, tmp_path):
+    files = Files(str(tmp_path))
+    one = make()
+    (part,) = one.init_policy(files, "policy")
+    assert part.path == f"policy/{ADAPTER}"
+    push = to_push(read_bytes(files, part))
+    assert one.policy() == policy_digest(push)
+    tensors = load(push)
+    assert all(t.abs().max() == 0 for n, t in tensors.items() if "lora_B" in n)
+    drawn = torch.cat([t.flatten() for n, t in tensors.items() if "lora_A" in n])
+    assert drawn.std().item() == pytest.approx(1 / RANK, rel=0.05)
+    torch.manual_seed(99)
+    (again,) = make().init_policy(files, "again")
+    assert again.sha256 == part.sha256
+    assert make(seed=7).init_policy(files, "seed")[0].content != part.content
+    kaiming = make(lora_init_weights="kaiming").init_policy(files, "kaiming")[0]
+    assert kaiming.content != part.content
+
+
+def test_adapter_that_binds_to_nothing_is_refused(iteration):
+    """verl-omni 552: the run succeeds and never learns."""
+    one = trainer(run_config(lora_target_modules=["attn.to_nothing"]), iteration.model)
+    try:
+        with pytest.raises(StageError, match="bound to no module"):
+            one.start()
+    finally:
+        one.stop()
+
+
+def test_train_rollout_mismatch_is_refused_with_its_figure(iteration, make):
+    probe = load(read_bytes(iteration.files, iteration.probe))
+    probe["model_output"] = probe["model_output"] * 1.001
+    part = write_file(iteration.files, "mismatch/probe.safetensors", to_safetensors(probe))
+    inputs = dataclasses.replace(iteration.inputs("mismatch"), probe=part)
+    with pytest.raises(StageError, match=r"mismatch.*0\.000999"):
+        make().update(iteration.files, inputs, "mismatch/out")
+
+
+def test_rows_have_the_schema_and_the_schedule(iteration, make):
+    one = make(**TWO_STEPS)
+    calls = []
+    result = one.update(iteration.files, iteration.inputs("rows"), "rows/out", calls.append)
+    table = read_table(iteration.files, result.rows)
+    assert table.schema.equals(UPDATE)
+    rows = table.drop_columns(["row_digest"]).to_pylist()
+    assert rows == result.metrics
+    assert [(row["step"], row["samples"], row["pairs"]) for row in rows] == [(0, 2, 6), (1, 2, 6)]
+    assert rows[1]["ratio_max_abs_dev"] > 1e-5 > rows[0]["ratio_max_abs_dev"]
+    assert [(call["step"], call["micro_batch"]) for call in calls] == [(s, m) for s in range(2) for m in range(3)]
+    assert pickle.loads(pickle.dumps(result)) == result
+
+
+def test_gradient_is_clipped_to_the_limit(iteration, make):
+    inputs = iteration.inputs("clip")
+    one = make(clip_grad=1e-4)
+    result = one.update(iteration.files, inputs, "clip/out")
+    moments = [t for n, t in checkpoint_tensors(iteration.files, result.parts).items() if n.startswith("exp_avg.")]
+    norm = math.sqrt(sum(t.double().norm().item() ** 2 for t in moments)) / 0.1
+    assert result.metrics[0]["grad_norm"] > 1e-3
+    assert norm == pytest.approx(1e-4, rel=1e-3)
+
+
+class TestRefusedLoads:
+    """Flow-Factory PR 147, cosmos-rl 755: a failed load is an error, never a fresh start."""
+
+    @pytest.fixture(scope="class")
+    def trained(self, iteration):
+        one = trainer(run_config(lr=1e-2), iteration.model)
+        one.start()
+        try:
+            return one.update(iteration.files, iteration.inputs("loads"), "loads/out")
+        finally:
+            one.stop()
+
+    def test_adapter_without_its_checkpoint(self, iteration, make, trained):
+        with pytest.raises(StageError, match="checkpoint is absent"):
+            make().load(iteration.files, [part_named(trained.parts, ADAPTER)], trained.policy_digest)
+
+    @pytest.mark.parametrize("name", ["trainer_state.json", "rng.safetensors", "shard-00001-model-00001-of-00001.safetensors"])
+    def test_part_of_a_checkpoint(self, iteration, make, trained, name):
+        one = make()
+        with pytest.raises(StageError, match=f"lacks {name}"):
+            one.load(iteration.files, [p for p in trained.parts if not p.path.endswith(name)], trained.policy_digest)
+        assert one.policy() == ""
+
+    def test_damaged_file(self, iteration, make, trained, tmp_path):
+        files = Files(str(tmp_path))
+        parts: list[Part] = []
+        for part in trained.parts:
+            data = bytearray(read_bytes(iteration.files, part))
+            if "shard-" in part.path:
+                data[-5] ^= 1
+            files.create(part.path, bytes(data))
+            parts.append(part)
+        with pytest.raises(StageError, match="SHA-256"):
+            make().load(files, parts, trained.policy_digest)
+
+    def test_other_rank_and_alpha(self, iteration, make, trained):
+        with pytest.raises(StageError, match="rank 4 and alpha 8, this run 4 and 16"):
+            make(lora_alpha=16).load(iteration.files, trained.parts, trained.policy_digest)
+        with pytest.raises(StageError, match="rank 4 and alpha 8, this run 2 and 8"):
+            make(lora_rank=2).load(iteration.files, iteration.policy, iteration.digest)
+
+    def test_other_modules(self, iteration, make, trained):
+        with pytest.raises(StageError, match="other tensors"):
+            make(lora_target_modules=["attn.to_q"]).load(iteration.files, trained.parts, trained.policy_digest)
+        with pytest.raises(StageError, match="other modules"):
+            make(lora_target_modules=["attn.to_q"]).load(iteration.files, iteration.policy, iteration.digest)
+
+    def test_other_digest(self, iteration, make, trained):
+        with pytest.raises(StageError, match="was asked for"):
+            make().load(iteration.files, trained.parts, iteration.digest)
+
+    def test_other_iteration(self, iteration, make, trained):
+        inputs = follow(iteration, trained, "loads/next", 3)
+        with pytest.raises(StageError, match="belongs to another iteration"):
+            make().update(iteration.files, inputs, "loads/next/out")
+
+    def test_rollout_of_another_policy(self, iteration, make, trained):
+        inputs = dataclasses.replace(iteration.inputs("loads/off"), policy_parts=trained.parts,
+                                     policy_digest=trained.policy_digest, first_global_step=1)
+        with pytest.raises(StageError, match="was generated by policy"):
+            make().update(iteration.files, inputs, "loads/off/out")
+
+    def test_too_few_samples(self, iteration, make):
+        inputs = iteration.inputs("few", advantages=(1.0, -1.0))
+        with pytest.raises(StageError, match="trains on 4 samples"):
+            make().update(iteration.files, inputs, "few/out")
+
+
+def test_what_an_interrupted_try_left_is_not_touched(iteration, make):
+    inputs = iteration.inputs("retry")
+    first = make().update(iteration.files, inputs, "retry/out")
+    again = make().update(iteration.files, inputs, "retry/out")
+    assert first.parts == again.parts
+    assert again.rows.path == "retry/out/retry-2/data/steps.parquet"
+    assert first.rows.content == again.rows.content
+    iteration.files.replace(first.parts[0].path, b"torn by another version")
+    third = make().update(iteration.files, inputs, "retry/out")
+    assert third.parts[-1].path == "retry/out/retry-2/" + ADAPTER
+    assert third.parts[-1].sha256 == first.parts[0].sha256
+
+
+def test_trainer_state_holds_nothing_volatile(iteration, make):
+    result = make().update(iteration.files, iteration.inputs("state"), "state/out")
+    state = json.loads(read_bytes(iteration.files, part_named(result.parts, "trainer_state.json")))
+    assert state == {
+        "schema_version": 1,
+        "global_step": 1,
+        "policy_digest": result.policy_digest,
+        "lora_rank": RANK,
+        "lora_alpha": ALPHA,
+        "shards": ["shard-00001-model-00001-of-00001.safetensors"],
+    }
+    assert rows_of(iteration.files, [result.rows])[0]["global_step"] == 0
+    base = SD3Transformer2DModel.from_pretrained(iteration.model / "transformer")
+    assert not any(n in name for name in checkpoint_tensors(iteration.files, result.parts) for n in base.state_dict())

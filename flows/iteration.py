@@ -12,6 +12,7 @@ from miles_core.pipeline.log import log_iteration
 from miles_core.pipeline.upstream import policy_in_force
 from tasks.advantages import normalize_advantages
 from tasks.prompts import sample_prompts
+from tasks.publish import commit
 from tasks.rewards import score_rewards
 from tasks.rollout import generate_rollout
 from tasks.sync import sync_weights
@@ -35,15 +36,15 @@ def iteration(run: str, iteration: int, artifact_root: str | None = None) -> Non
     with run_session(run, artifact_root) as session:
         step = session.step(iteration, flow_run_id=flow_run.id)
         if iteration == 0:
-            initialize_policy(step)
-        prompts = sample_prompts(step)
+            commit(initialize_policy, step)
+        prompts = commit(sample_prompts, step)
         policy = policy_in_force(step)
         feed = RolloutFeed()
         rollout = generate_rollout.submit(step, prompts, policy, feed)
         rewards = score_rewards.submit(step, feed)
         made = rollout.result()
         scored = rewards.result()
-        advantages = normalize_advantages(step, scored)
-        update = update_policy(step, made, advantages, policy)
-        sync_weights(step, update)
+        advantages = commit(normalize_advantages, step, scored)
+        update = commit(update_policy, step, made, advantages, policy)
+        commit(sync_weights, step, update)
         log_iteration(step, made, scored, update)

@@ -15,6 +15,7 @@ from miles_core.store.manifest import Manifest
 from miles_core.store.stages import StageName
 from tasks.advantages import normalize_advantages
 from tasks.prompts import sample_prompts
+from tasks.publish import commit
 from tasks.rewards import score_rewards
 from tasks.rollout import generate_rollout
 from tasks.update import update_policy
@@ -55,15 +56,15 @@ def rerun_stage(
 def _run(step: Step, stage: StageName, made: dict[StageName, Manifest]) -> Manifest:
     upstream = upstream_of(step, stage, made)
     if stage == "prompts":
-        return sample_prompts(step)
+        return commit(sample_prompts, step)
     if stage == "rollout":
-        return generate_rollout(step, upstream["prompts"], upstream["policy"], RolloutFeed())
+        return commit(generate_rollout, step, upstream["prompts"], upstream["policy"], RolloutFeed())
     if stage == "rewards":
         rollout = upstream["rollout"]
         prompts = step.store.manifest("prompts", step.iteration, rollout.upstream["prompts"].attempt)
         if prompts is None:
             raise InputError(f"the prompts {rollout.folder} was made from are gone: `miles train` makes them afresh")
-        return score_rewards(step, replay(rollout, prompts))
+        return commit(score_rewards, step, replay(rollout, prompts))
     if stage == "advantages":
-        return normalize_advantages(step, upstream["rewards"])
-    return update_policy(step, upstream["rollout"], upstream["advantages"], upstream["policy"])
+        return commit(normalize_advantages, step, upstream["rewards"])
+    return commit(update_policy, step, upstream["rollout"], upstream["advantages"], upstream["policy"])

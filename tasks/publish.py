@@ -1,7 +1,7 @@
 """What a stage's task shows: a line for the terminal and the run's log, an artifact in the Prefect UI."""
 
 import re
-from typing import cast
+from typing import Any, cast
 
 from prefect.artifacts import create_markdown_artifact
 from prefect.context import FlowRunContext
@@ -25,6 +25,12 @@ def publish(outcome: Outcome, files: Files) -> Manifest:
     if outcome.reused:
         return cast(Manifest, Completed(name="Cached", data=outcome.manifest))
     return outcome.manifest
+
+
+def commit(stage: Any, *arguments: Any) -> Manifest:
+    """Call a stage's task; its committed manifest, also out of the state Cached."""
+    manifest: Manifest = stage(*arguments, return_state=True).result()
+    return manifest
 
 
 def _key(manifest: Manifest) -> str:

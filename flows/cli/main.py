@@ -4,7 +4,6 @@ import signal
 import sys
 from typing import Any, NoReturn
 
-import click
 import typer
 
 from flows.cli import config, down, make_tiny, rerun, runs, show, train
@@ -18,6 +17,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+# Typer brings its own click and exports of its usage errors only this one.
+USAGE_ERROR: Any = typer.BadParameter.__base__
 ANY_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.command("train", context_settings=ANY_FLAGS)(train.train)
 app.command("rerun", context_settings=ANY_FLAGS)(rerun.rerun)
@@ -39,9 +40,10 @@ def _run(command: Any, arguments: list[str]) -> int:
         result = command(arguments, standalone_mode=False)
     except InputError as fault:
         return _say(str(fault), 2)
-    except click.exceptions.UsageError as fault:
-        return _say(f"{fault.format_message().rstrip('.')}: see `miles --help`", 2)
-    except (KeyboardInterrupt, click.exceptions.Abort):
+    except USAGE_ERROR as fault:
+        sentence = " ".join(str(fault.format_message()).split())
+        return _say(f"{sentence} See `miles --help`.", 2)
+    except (KeyboardInterrupt, typer.Abort):
         return _say("interrupted; run the same command again to resume", 1)
     except (RuntimeError, OSError, DamagedError) as fault:
         return _say(f"{fault}" if "again" in str(fault) else f"{fault}; run the same command again to resume", 1)

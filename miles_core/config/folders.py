@@ -22,4 +22,10 @@ def artifact_root(config: RunConfig | None = None, given: str | None = None) -> 
         raise InputError(f"--artifact-root {root}: s3 is not there yet, give a local folder")
     if "://" in root:
         raise InputError(f"--artifact-root {root}: give a local folder")
-    return str(Path(root).expanduser().absolute())
+    path = Path(root).expanduser().absolute()
+    standing = next(p for p in (path, *path.parents) if p.exists())
+    if not standing.is_dir():
+        raise InputError(f"--artifact-root {root}: {standing} is a file, give a folder")
+    if not os.access(standing, os.W_OK | os.X_OK):
+        raise InputError(f"--artifact-root {root}: {standing} cannot be written to, give another folder")
+    return str(path)

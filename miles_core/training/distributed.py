@@ -34,7 +34,8 @@ def start_process_group(
         )
     except (RuntimeError, ValueError) as fault:
         raise StageError(
-            f"trainer rank {rank} of {world_size} could not join the process group at {master_address}:{master_port}: {fault}"
+            f"trainer rank {rank} of {world_size} could not join the process group at "
+            f"{master_address}:{master_port}: {fault}"
         ) from fault
     return here
 

@@ -59,8 +59,8 @@ def check_parity(probe: Probe, before: torch.Tensor, dtype: str) -> None:
     distance, tolerance = relative_distance(before, probe.model_output), probe_tolerance(dtype)
     if not distance <= tolerance:
         raise StageError(
-            f"train/rollout mismatch: on the rollout's probe the trainer's output lies {distance:.3g} from the engine's "
-            f"(relative L2, at most {tolerance:.3g} in {dtype})"
+            f"train/rollout mismatch: on the rollout's probe the trainer's output lies {distance:.3g} from the "
+            f"engine's (relative L2, at most {tolerance:.3g} in {dtype})"
         )
 
 

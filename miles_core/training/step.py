@@ -51,8 +51,8 @@ def accumulate(
     """Add the gradient of `scale` x (sum of the pairs' losses) to the parameters.
 
     Every rank makes the same number of forwards, as FSDP's collectives need it: one that has fewer micro-batches
-    makes the rest on zeros, with no gradient from them. Gradients are reduced in the last
-    pass alone. Returns the metrics' sums and the numbers of samples whose model output, target, log-prob or loss is not finite.
+    makes the rest on zeros, with no gradient from them. Gradients are reduced in the last pass alone. Returns the
+    metrics' sums and the numbers of samples whose model output, target, log-prob or loss is not finite.
     """
     metrics = StepMetrics(device)
     finite: list[torch.Tensor] = []

@@ -207,7 +207,7 @@ class TrainerRank:
             "lr": lr,
             "grad_norm": grad_norm,
             **metrics.total(pairs),
-            "seconds": time.perf_counter() - clock,
+            "seconds": max(gather(time.perf_counter() - clock)),
         }
         self._global_step += 1
         return row

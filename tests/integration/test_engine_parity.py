@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
+from miles_core.algorithms.sde import CpsSdeStepBackend, DiffusersSdeStepBackend
 from miles_core.families.tiny_sd3 import make_tiny_sd3
 from miles_core.rollout.diffusers_engine import DiffusersEngine
 from miles_core.rollout.protocol import GenerateRequest
@@ -213,6 +214,7 @@ def compare(server: Server, embedded: DiffusersEngine, request: GenerateRequest)
     """Largest differences of the two engines' answers; first latents, sigmas and timesteps must be bit-equal."""
     theirs, mine = server.generate(request), embedded.generate(request)
     assert len(theirs) == len(mine.outputs) == request.num_outputs
+    trained = [] if request.sde_type == "ode" else request.sde_step_indices or range(request.num_inference_steps)
     worst = dict.fromkeys(("conditioning", "latents", "log_prob", "image"), 0.0)
     for other, output in zip(theirs, mine.outputs, strict=True):
         trajectory, environment = other["dit_trajectory"], other["denoising_env"]
@@ -233,16 +235,51 @@ def compare(server: Server, embedded: DiffusersEngine, request: GenerateRequest)
             "image": (other["generated_output"].float(), output.image),
         }.items():
             worst[key] = max(worst[key], (pair[0] - pair[1]).abs().max().item())
-        trained = [] if request.sde_type == "ode" else request.sde_step_indices or range(request.num_inference_steps)
         for step in range(request.num_inference_steps):
             last_cps = request.sde_type == "cps" and step == request.num_inference_steps - 1
             assert bool(output.log_probs[step] == 0) == (step not in trained or last_cps)
+    worst["replayed"] = replay(embedded, request, theirs, list(trained))
+    return worst
+
+
+@torch.no_grad()
+def replay(
+    embedded: DiffusersEngine, request: GenerateRequest, theirs: list[dict[str, Any]], trained: list[int]
+) -> float:
+    """Largest difference of sglang's log-probs from those of its own trajectory under the embedded transformer.
+
+    An engine's log-prob is a function of its noise alone; here the model's output enters, as in a trainer.
+    """
+    first = theirs[0]["dit_trajectory"]
+    sigmas, timesteps, worst = first["sigmas"], first["timesteps"], 0.0
+    latents = torch.stack([other["dit_trajectory"]["latents"] for other in theirs])
+    conditioning = {
+        f"{side}.{name}": torch.stack([o["denoising_env"][f"{side}_cond_kwargs"][name].squeeze(0) for o in theirs])
+        for side in ("pos", "neg")
+        for name in theirs[0]["denoising_env"][f"{side}_cond_kwargs"] or {}
+    }
+    kind = CpsSdeStepBackend if request.sde_type == "cps" else DiffusersSdeStepBackend
+    backend = kind(noise_level=request.noise_level, log_prob_no_const=request.log_prob_no_const)
+    for i in trained:
+        output = embedded._family.forward(
+            embedded._components.transformer,
+            latents[:, i],
+            timesteps[i].expand(len(theirs)),
+            conditioning,
+            request.guidance_scale,
+            torch.float32,
+        )
+        statistics = backend.statistics(output, latents[:, i], sigmas[i], sigmas[i + 1], sigmas[1])
+        log_prob = backend.log_prob(latents[:, i + 1], statistics)
+        stored = torch.stack([other["rollout_log_probs"][i] for other in theirs])
+        worst = max(worst, (log_prob - stored).abs().max().item())
     return worst
 
 
 def check(worst: dict[str, float]) -> None:
     assert worst["image"] <= IMAGE_LIMIT, worst
     assert worst["log_prob"] <= LOG_PROB_LIMIT, worst
+    assert worst["replayed"] <= LOG_PROB_LIMIT, worst
 
 
 @pytest.mark.parametrize("name", REQUESTS)
@@ -274,6 +311,10 @@ def test_same_answer_after_lora_pushes(server, embedded, differences):
             key = f"{name}, push {seed}"
             differences[key] = compare(server, embedded, REQUESTS[name])
             check(differences[key])
+        theirs = server.generate(BASE)
+        embedded.update_weights(adapter(embedded, seed + 1), lora_alpha=ALPHA, lora_rank=RANK)
+        assert replay(embedded, BASE, theirs, [1, 2]) > 10 * LOG_PROB_LIMIT
+        embedded.update_weights(pushed, lora_alpha=ALPHA, lora_rank=RANK)
         image = embedded.generate(BASE).outputs[0].image
         assert min((image - other).abs().max() for other in seen) > 10 * IMAGE_LIMIT
         seen.append(image)
@@ -284,7 +325,8 @@ def adapter(engine: DiffusersEngine, seed: int) -> bytes:
     generator, tensors = torch.Generator().manual_seed(seed), {}
     targets = tuple("." + name for name in engine._targets)
     for name, module in engine._components.transformer.named_modules():
-        if name.endswith(targets):
+        name = name.removesuffix(".base_layer")
+        if name.endswith(targets) and isinstance(module, torch.nn.Linear):
             tensors[f"{name}.lora_A.weight"] = torch.randn((RANK, module.in_features), generator=generator) * 0.3
             tensors[f"{name}.lora_B.weight"] = torch.randn((module.out_features, RANK), generator=generator) * 0.3
     return save_safetensors(tensors)

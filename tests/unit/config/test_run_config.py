@@ -40,7 +40,14 @@ def test_field_names_are_unique_over_the_groups() -> None:
 
 
 def test_operational_fields_affect_no_stage_and_the_others_some() -> None:
-    for name in ("num_rollout", "ocr_num_workers", "rollout_num_engines", "distributed_timeout_minutes", "run_id", "device"):
+    for name in (
+        "num_rollout",
+        "ocr_num_workers",
+        "rollout_num_engines",
+        "distributed_timeout_minutes",
+        "run_id",
+        "device",
+    ):
         assert affects(name) == ()
     assert affects("lr") == ("update",)
     assert affects("rm_type") == ("rewards",)
@@ -57,7 +64,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"lr": "x"}, "--lr 'x'"),
     ({"lr": -1}, "--lr -1"),
     ({"num_rollout": 0}, "--num-rollout 0"),
-    ({"rollout_batch_size": 4, "n_samples_per_prompt": 4, "global_batch_size": 3}, "not a multiple of --global-batch-size 3"),
+    (
+        {"rollout_batch_size": 4, "n_samples_per_prompt": 4, "global_batch_size": 3},
+        "not a multiple of --global-batch-size 3",
+    ),
     (
         {"rollout_batch_size": 4, "global_batch_size": 2, "num_steps_per_rollout": 3},
         r"global_batch_size 2 x num_steps_per_rollout 3 = 6",
@@ -172,7 +182,9 @@ class TestEnvironment:
             from_environment({"MILES_SCRIPT_NUM_ROLOUT": "2"})
 
     def test_command_line_wins_over_environment_and_that_over_the_recipe(self) -> None:
-        changes = from_environment({"MILES_SCRIPT_LR": "0.5", "MILES_SCRIPT_NUM_ROLLOUT": "9"}) | from_flags(["--lr", "0.25"])
+        changes = from_environment({"MILES_SCRIPT_LR": "0.5", "MILES_SCRIPT_NUM_ROLLOUT": "9"}) | from_flags(
+            ["--lr", "0.25"]
+        )
         made = recipe("tiny").replace(**changes)
         assert (made.optimizer.lr, made.run.num_rollout) == (0.25, 9)
 

@@ -41,7 +41,9 @@ def test_a_manifest_reads_back(store: RunStore) -> None:
     made = commit(store, "a", summary={"mean": 0.5})
     assert store.manifest("advantages", 0, made.attempt) == made
     body = json.loads(store.files.read(f"{made.folder}/manifest.json"))
-    wanted = "schema_version stage run iteration fingerprint content_digest parts upstream affecting_config versions times"
+    wanted = (
+        "schema_version stage run iteration fingerprint content_digest parts upstream affecting_config versions times"
+    )
     assert set(wanted.split()) <= set(body)
     assert body["parts"][0]["path"] == "data/a.json"
 

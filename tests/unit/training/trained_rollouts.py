@@ -246,3 +246,27 @@ def _with_column(table: pa.Table, name: str, values: list) -> pa.Table:
     at = table.schema.get_field_index(name)
     field = table.schema.field(at)
     return table.set_column(at, field, pa.array(values, field.type))
+
+
+def run_rank(
+    config: RunConfig,
+    model: str,
+    root: str,
+    jobs: list[tuple[UpdateInputs, str]],
+    rank: int,
+    world: int,
+    port: int,
+    out: Any,
+) -> None:
+    """One rank in a process of its own: the updates `jobs` in order; a result or an error's text of each into `out`."""
+    torch.set_num_threads(1)
+    one = TrainerRank(config, model, "sd3", rank=rank, world_size=world, master_port=port, device="cpu")
+    one.start()
+    results: list[Any] = []
+    for inputs, folder in jobs:
+        try:
+            results.append(one.update(Files(root), inputs, folder))
+        except Exception as fault:
+            results.append(f"{type(fault).__name__}: {fault}")
+    out.put((rank, results, one.policy()))
+    one.stop()

@@ -1,0 +1,274 @@
+"""The loop from the command line: a real Prefect server, Ray, engine, scorers and trainer; a tiny random model."""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+from miles_core.store.files import Files
+from miles_core.store.manifest import Manifest
+from miles_core.store.parts import read_bytes, read_table
+from miles_core.store.run_store import RunStore
+from miles_core.store.stages import ITERATION_STAGES, StageName
+from miles_core.weights.packing import adapter_tensors
+from miles_core.weights.verify import probe_tolerance
+
+pytestmark = pytest.mark.integration
+MILES = str(Path(sys.executable).parent / "miles")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A user's home for miles, and the runs in it."""
+
+    home: Path
+
+    def miles(self, *arguments: str, code: int = 0) -> str:
+        """Run a command to its end; its whole output. Fails the test on another exit code."""
+        done = subprocess.run(
+            [MILES, *arguments],
+            env=self.environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=500,
+            check=False,
+        )
+        assert done.returncode == code, done.stdout
+        return done.stdout
+
+    def environment(self) -> dict[str, str]:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MILES_", "RAY_"))}
+        return kept | {"MILES_HOME": str(self.home), "PYTHONUNBUFFERED": "1"}
+
+    def store(self, run: str) -> RunStore:
+        return RunStore(Files(str(self.home / "artifacts")), run)
+
+    def on_line(self, run: str, iteration: int, stage: StageName) -> Manifest:
+        manifest = self.store(run).on_line(stage, iteration)
+        assert manifest is not None
+        return manifest
+
+    def digests(self, run: str, iterations: int) -> dict[str, str]:
+        return {f"{i}/{s}": self.on_line(run, i, s).content_digest for i in range(iterations) for s in ITERATION_STAGES}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    made = Place(tmp_path_factory.mktemp("home"))
+    yield made
+    made.miles("down")
+
+
+@pytest.fixture(scope="module")
+def trained(place: Place) -> str:
+    """The output of a first run of two iterations."""
+    return place.miles("train", "tiny", "--num-rollout", "2")
+
+
+def ray_processes() -> set[int]:
+    names = ("raylet", "gcs_server")
+    return {p.pid for p in psutil.process_iter(["name"]) if p.info["name"] in names}
+
+
+def test_a_run_commits_six_stages_an_iteration(place: Place, trained: str) -> None:
+    for stage in ITERATION_STAGES:
+        assert len(re.findall(rf"^  {stage} +computed +[\d.]+ s +\d+ rows", trained, re.MULTILINE)) == 2
+    assert "rollout/reward/raw_mean=" in trained
+    assert "train/grad_norm=" in trained
+    assert str(place.home / "artifacts" / "tiny") in trained
+
+
+def test_the_proofs_can_fail(place: Place, trained: str) -> None:
+    """Groups have spread, gradients are not zero, B moved, and the probe moved far more than its tolerance."""
+    files = place.store("tiny").files
+    for iteration in range(2):
+        advantages = place.on_line("tiny", iteration, "advantages").summary
+        assert 2 * advantages["zero_std_groups"] <= advantages["groups"]
+        update = place.on_line("tiny", iteration, "update")
+        steps = read_table(files, update.data[0]).to_pylist()
+        assert len(steps) == 2
+        assert all(step["grad_norm"] > 0 for step in steps)
+        (adapter,) = update.under("adapter/")
+        b = [t for name, t in adapter_tensors(read_bytes(files, adapter)).items() if ".lora_B." in name]
+        assert len(b) == 15
+        assert all(t.abs().max() > 0 for t in b)
+        sync = read_table(files, place.on_line("tiny", iteration, "sync").data[0]).to_pylist()
+        tolerance = probe_tolerance("fp32")
+        assert all(row["probe_moved"] > 100 * tolerance and row["probe_diff"] <= tolerance for row in sync)
+
+
+def test_the_ratio_is_one_before_the_first_step(place: Place, trained: str) -> None:
+    """The first optimizer step of iteration 0 trains on what its own policy generated."""
+    update = place.on_line("tiny", 0, "update")
+    first = read_table(place.store("tiny").files, update.data[0]).to_pylist()[0]
+    assert first["ratio_max_abs_dev"] <= 1e-6
+    assert first["clip_frac"] == 0
+
+
+def test_the_second_iteration_generates_with_the_first_ones_policy(place: Place, trained: str) -> None:
+    update = place.on_line("tiny", 0, "update").summary["policy_digest"]
+    files = place.store("tiny").files
+    rows = [
+        row
+        for part in place.on_line("tiny", 1, "rollout").data
+        for row in read_table(files, part, ["policy_digest", "policy_version"]).to_pylist()
+    ]
+    assert {(row["policy_digest"], row["policy_version"]) for row in rows} == {(update, 0)}
+    assert place.on_line("tiny", 0, "rollout").summary["policy_digest"] != update
+
+
+def test_no_row_is_lost_or_doubled_and_seeds_differ(place: Place, trained: str) -> None:
+    files = place.store("tiny").files
+    rows = [
+        row
+        for i in range(2)
+        for part in place.on_line("tiny", i, "rollout").data
+        for row in read_table(files, part, ["sample_index", "seed", "latents"]).to_pylist()
+    ]
+    assert [row["sample_index"] for row in rows] == list(range(64))
+    assert len({row["seed"] for row in rows}) == 64
+    assert len({hashlib.sha256(json.dumps(row["latents"]).encode()).hexdigest() for row in rows}) == 64
+
+
+def test_a_finished_run_is_found_done_and_starts_nothing(place: Place, trained: str) -> None:
+    before, started = ray_processes(), time.monotonic()
+    output = place.miles("train", "tiny", "--num-rollout", "2")
+    assert time.monotonic() - started < 30
+    assert ray_processes() == before
+    assert output.count(": reused") == 2
+    assert "computed " not in output
+
+
+def test_another_meaning_under_the_same_name_is_refused(place: Place, trained: str) -> None:
+    before = (place.home / "artifacts/tiny/run.json").read_bytes()
+    output = place.miles("train", "tiny", "--rm-type", "jpeg_incompressibility", code=2)
+    assert "--rm-type jpeg_compressibility → jpeg_incompressibility" in output
+    assert "--new" in output and "--run-id" in output
+    assert output.count("\n") == 1
+    assert (place.home / "artifacts/tiny/run.json").read_bytes() == before
+
+
+def test_a_rerun_stands_beside_and_the_line_stays(place: Place, trained: str) -> None:
+    rollout = place.home / "artifacts/tiny/iteration=000001/stage=rollout"
+    record = place.home / "artifacts/tiny/run.json"
+    before = {p: p.read_bytes() for p in [record, *rollout.rglob("*")] if p.is_file()}
+    line = place.digests("tiny", 2)
+    output = place.miles("rerun", "tiny", "1", "rewards", "--rm-type", "jpeg_incompressibility")
+    assert "run: rm_type jpeg_compressibility → jpeg_incompressibility" in output
+    rewards = place.store("tiny").committed("rewards", 1)
+    assert len(rewards) == 2
+    assert len(place.store("tiny").committed("advantages", 1)) == 1
+    output = place.miles("rerun", "tiny", "1", "rewards", "--rm-type", "jpeg_incompressibility", "--downstream")
+    assert re.search(r"rewards +reused", output)
+    for stage in ("advantages", "update"):
+        assert re.search(rf"{stage} +computed", output)
+        assert len(place.store("tiny").committed("update", 1)) == 2
+    assert {p: p.read_bytes() for p in [record, *rollout.rglob("*")] if p.is_file()} == before
+    assert place.digests("tiny", 2) == line
+    other = next(m for m in place.store("tiny").committed("update", 1) if m.content_digest != line["1/update"])
+    assert other.upstream["rollout"].content_digest == line["1/rollout"]
+
+
+def test_a_deleted_rollout_is_remade_with_the_same_digest(place: Place, trained: str) -> None:
+    line = place.digests("tiny", 2)
+    shutil.rmtree(place.home / "artifacts/tiny/iteration=000001/stage=rollout")
+    output = place.miles("train", "tiny", "--num-rollout", "2")
+    assert re.search(r"rollout +computed .* run: its attempt \w+ is missing", output)
+    for stage in ("prompts", "rewards", "advantages", "update", "sync"):
+        assert re.search(rf"{stage} +reused", output), output
+    assert place.digests("tiny", 2) == line
+
+
+def test_a_larger_number_of_iterations_carries_on(place: Place, trained: str) -> None:
+    output = place.miles("train", "tiny", "--num-rollout", "3")
+    assert output.count(": reused") == 2
+    assert re.search(r"^iteration 2$", output, re.MULTILINE)
+    assert len(re.findall("computed", output)) >= 6
+
+
+def test_killed_in_the_middle_of_a_rollout_it_ends_with_the_same_bits(place: Place, trained: str) -> None:
+    """kill -9 of the whole command once the first part has landed; the same command again."""
+    arguments = ["train", "tiny", "--num-rollout", "1", "--run-id", "killed"]
+    process = subprocess.Popen([MILES, *arguments], env=place.environment(), stdout=subprocess.DEVNULL)
+    folder = place.home / "artifacts/killed/iteration=000000/stage=rollout"
+    deadline = time.monotonic() + 240
+    while not (parts := list(folder.glob("*/data/*.parquet"))) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert parts
+    assert not list(folder.glob("*/manifest.json"))
+    place.miles("down")
+    kept = {p: p.read_bytes() for p in folder.glob("*/data/*.parquet")}
+    output = place.miles(*arguments)
+    assert re.search(r"rollout +computed .* microgroups kept", output)
+    assert all(p.read_bytes() == data for p, data in kept.items())
+    mine, other = place.digests("killed", 1), place.digests("tiny", 1)
+    assert mine == other
+
+
+def test_the_ocr_recipe_runs(place: Place) -> None:
+    output = place.miles("train", "tiny-ocr", "--num-rollout", "1")
+    assert "run tiny-ocr is done: 1 iterations computed" in output
+    rewards = place.on_line("tiny-ocr", 0, "rewards")
+    rows = [row for part in rewards.data for row in read_table(place.store("tiny-ocr").files, part).to_pylist()]
+    assert len(rows) == 32
+    assert {row["rm_type"] for row in rows} == {"ocr"}
+    assert all(row["recognized"] is not None and row["target"] for row in rows)
+
+
+class TestReaders:
+    """The rollout's Parquet opens in every common reader, images as images."""
+
+    @pytest.fixture
+    def parts(self, place: Place, trained: str) -> list[str]:
+        return [place.store("tiny").files.url(part.path) for part in place.on_line("tiny", 0, "rollout").data]
+
+    def test_pyarrow(self, parts: list[str]) -> None:
+        table = pq.read_table(parts)
+        assert table.num_rows == 32
+        assert table.schema.field("latents").type.list_size == 3 * 16 * 8 * 8
+
+    def test_pandas(self, parts: list[str]) -> None:
+        import pandas
+
+        frame = pandas.read_parquet(parts)
+        assert len(frame) == 32
+        assert frame["image"][0]["bytes"].startswith(b"\x89PNG")
+        assert frame["latents"][0].shape == (3072,)
+
+    def test_polars(self, parts: list[str]) -> None:
+        import polars
+
+        frame = polars.read_parquet(parts)
+        assert frame.height == 32
+        assert frame["prompt"].n_unique() == 4
+
+    def test_duckdb(self, parts: list[str]) -> None:
+        import duckdb
+
+        with contextlib.closing(duckdb.connect()) as connection:
+            found = connection.execute("select count(*), count(distinct seed) from read_parquet(?)", [parts]).fetchone()
+        assert found == (32, 32)
+
+    def test_datasets(self, parts: list[str], tmp_path: Path) -> None:
+        from datasets import load_dataset
+
+        dataset = load_dataset("parquet", data_files=parts, split="train", cache_dir=str(tmp_path))
+        assert dataset.num_rows == 32
+        assert dataset[0]["image"].size == (64, 64)
+        assert len(dataset[0]["latents"]) == 3072

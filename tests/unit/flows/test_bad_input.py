@@ -1,0 +1,131 @@
+"""Bad input on the command line: one sentence (what, where, what to do), exit 2, nothing half-written."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flows.cli import main as cli
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("PREFECT_API_URL", "MILES_ARTIFACT_ROOT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MILES_HOME", str(tmp_path / "home"))
+    return tmp_path
+
+
+def refuse(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The sentence that a refused command prints."""
+    code = cli._run(cli.app, list(arguments))
+    out, err = capsys.readouterr()
+    assert code == 2, out + err
+    assert out == ""
+    assert err.startswith("miles: ") and err.count("\n") == 1, err
+    return err
+
+
+def lines(*rows: object) -> bytes:
+    return "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+
+
+PROMPTS: dict[str, tuple[bytes, tuple[str, ...]]] = {
+    "bad JSON": (b'{"input": "a"}\n{"input": \n', ("p.jsonl", "line 2")),
+    "no object": (b'{"input": "a"}\n[1]\n', ("p.jsonl", "line 2")),
+    "no key": (lines({"text": "a"}), ("line 1", "input", "text")),
+    "empty prompt": (lines({"input": "a"}, {"input": "  "}), ("line 2",)),
+    "prompt of another type": (lines({"input": 3}), ("line 1",)),
+    "metadata of another type": (lines({"input": "a", "metadata": 3}), ("line 1", "metadata")),
+    "unknown reward": (lines({"input": "a", "metadata": {"rm_type": "nope"}}), ("line 1", "nope")),
+    "no quoted target": (lines({"input": "a", "metadata": {"rm_type": "ocr"}}), ("line 1", "quotes")),
+    "empty target": (lines({"input": 'a " " b', "metadata": {"rm_type": "ocr"}}), ("line 1",)),
+    "not UTF-8": (b'{"input": "a"}\n{"input": "\xff"}\n', ("line 2", "UTF-8")),
+    "nothing": (b"", ("p.jsonl",)),
+}
+
+
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_prompts(kind: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, words = PROMPTS[kind]
+    (home / "p.jsonl").write_bytes(data)
+    sentence = refuse(capsys, "train", "tiny", "--prompt-data", str(home / "p.jsonl"))
+    assert all(word in sentence for word in words), sentence
+    assert not (home / "home").exists()
+
+
+Prepare = Callable[[Path], list[str]]
+COMMANDS: dict[str, tuple[Prepare, tuple[str, ...]]] = {
+    "unknown flag": (lambda home: ["train", "tiny", "--num-rolout", "3"], ("--num-rolout", "--num-rollout")),
+    "flag of the reference that is not there": (
+        lambda home: ["train", "tiny", "--use-ema"],
+        ("--use-ema", "not there yet"),
+    ),
+    "wrong type": (lambda home: ["train", "tiny", "--lr", "fast"], ("--lr", "fast")),
+    "value out of range": (lambda home: ["train", "tiny", "--num-rollout", "0"], ("--num-rollout",)),
+    "missing value": (lambda home: ["train", "tiny", "--lr"], ("--lr",)),
+    "stray word": (lambda home: ["train", "tiny", "fast"], ("fast",)),
+    "broken batch invariant": (
+        lambda home: ["train", "tiny", "--num-steps-per-rollout", "3"],
+        ("rollout_batch_size", "--num-steps-per-rollout 3"),
+    ),
+    "unknown recipe": (lambda home: ["train", "nope"], ("nope", "tiny")),
+    "missing model": (lambda home: ["train", "tiny", "--hf-checkpoint", str(home / "none")], ("none",)),
+    "folder without a model": (lambda home: ["train", "tiny", "--hf-checkpoint", str(home)], ("model_index.json",)),
+    "hub id": (
+        lambda home: ["train", "tiny", "--hf-checkpoint", "stabilityai/sd3"],
+        ("stabilityai/sd3", "hf download"),
+    ),
+    "missing prompts": (lambda home: ["train", "tiny", "--prompt-data", str(home / "none.txt")], ("none.txt",)),
+    "run id that leads outside": (lambda home: ["train", "tiny", "--run-id", "../../x"], ("../../x",)),
+    "artifact root that is a file": (
+        lambda home: ["train", "tiny", "--artifact-root", _file(home)],
+        ("--artifact-root", "is a file"),
+    ),
+    "artifact root of another kind": (
+        lambda home: ["train", "tiny", "--artifact-root", "gs://bucket"],
+        ("--artifact-root gs://bucket",),
+    ),
+    "show of no run": (lambda home: ["show", "nope"], ("nope", "miles runs")),
+    "show of a run that leads outside": (lambda home: ["show", "../x"], ("../x",)),
+    "rerun of no run": (lambda home: ["rerun", "nope", "0", "rewards"], ("nope",)),
+    "rerun of an unknown stage": (lambda home: ["rerun", "nope", "0", "reward"], ("reward", "rewards")),
+    "rerun of sync": (lambda home: ["rerun", "nope", "0", "sync"], ("sync",)),
+    "rerun with a change of another stage": (
+        lambda home: ["rerun", "nope", "0", "rewards", "--lr", "1"],
+        ("--lr", "update", "--downstream"),
+    ),
+    "iteration that is no number": (lambda home: ["rerun", "nope", "one", "rewards"], ("one",)),
+    "unknown command": (lambda home: ["trian"], ("trian",)),
+    "unknown family": (lambda home: ["make-tiny", "flux", str(home / "m")], ("flux",)),
+    "tiny model over a folder that is not empty": (lambda home: ["make-tiny", "sd3", _folder(home)], ("full",)),
+}
+
+
+def _file(home: Path) -> str:
+    (home / "file").write_text("kept")
+    return str(home / "file")
+
+
+def _folder(home: Path) -> str:
+    (home / "full").mkdir()
+    (home / "full" / "file").write_text("kept")
+    return str(home / "full")
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_commands(kind: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prepare, words = COMMANDS[kind]
+    arguments = prepare(home)
+    before = sorted(p for p in home.rglob("*"))
+    sentence = refuse(capsys, *arguments)
+    assert all(word in sentence for word in words), sentence
+    assert sorted(p for p in home.rglob("*")) == before
+
+
+def test_an_environment_variable_of_no_field(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MILES_SCRIPT_NUM_ROLOUT", "2")
+    assert "MILES_SCRIPT_NUM_ROLOUT" in refuse(capsys, "train", "tiny")

@@ -10,6 +10,7 @@ from miles_core.config.overrides import from_mapping
 from miles_core.errors import InputError
 from miles_core.pipeline.feed import RolloutFeed, replay
 from miles_core.pipeline.rerun import check_overrides, stages_of_rerun, upstream_of
+from miles_core.pipeline.run import existing_iteration
 from miles_core.pipeline.stage import Step
 from miles_core.store.manifest import Manifest
 from miles_core.store.stages import StageName
@@ -44,8 +45,7 @@ def rerun_stage(
     stages = stages_of_rerun(stage, downstream)
     check_overrides(changes, stages)
     with run_session(run, artifact_root, changes) as session:
-        if iteration not in session.store.iterations():
-            raise InputError(f"run {run} has no iteration {iteration}: `miles show {run}` lists those there are")
+        existing_iteration(session.store, str(iteration))
         step = session.step(iteration, moves_line=False, flow_run_id=flow_run.id)
         made: dict[StageName, Manifest] = {}
         for name in stages:

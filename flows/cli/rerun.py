@@ -6,16 +6,15 @@ import typer
 
 from flows.cli.server import ensure_server, ui_address
 from miles_core.config.overrides import from_environment, from_flags
-from miles_core.errors import InputError
 from miles_core.pipeline.inputs import resolve_inputs
 from miles_core.pipeline.rerun import check_overrides, stages_of_rerun
-from miles_core.pipeline.run import open_run
+from miles_core.pipeline.run import existing_iteration, open_run
 
 
 def rerun(
     context: typer.Context,
     run: str = typer.Argument(help="Name of the run."),
-    iteration: int = typer.Argument(help="Number of the iteration, from 0."),
+    iteration: str = typer.Argument(help="Number of the iteration, from 0."),
     stage: str = typer.Argument(help="prompts, rollout, rewards, advantages or update."),
     downstream: bool = typer.Option(
         False, "--downstream", help="Also the later stages of the iteration, up to update."
@@ -27,8 +26,7 @@ def rerun(
     stages = stages_of_rerun(stage, downstream)
     check_overrides(overrides, stages)
     store, config = open_run(run, artifact_root)
-    if iteration not in store.iterations():
-        raise InputError(f"run {run} has no iteration {iteration}: `miles show {run}` lists those there are")
+    number = existing_iteration(store, iteration)
     resolve_inputs(config.replace(**overrides))
     api = ensure_server()
     print(f"Prefect UI {ui_address(api)}", flush=True)
@@ -36,7 +34,7 @@ def rerun(
 
     made = rerun_stage(
         run=run,
-        iteration=iteration,
+        iteration=number,
         stage=stage,
         overrides=overrides,
         downstream=downstream,

@@ -4,7 +4,7 @@ import typer
 
 from miles_core.errors import InputError
 from miles_core.observe.terminal import figures_of
-from miles_core.pipeline.run import open_run
+from miles_core.pipeline.run import existing_iteration, open_run
 from miles_core.store.manifest import Manifest
 from miles_core.store.run_store import RunStore
 from miles_core.store.stages import ITERATION_STAGES
@@ -12,7 +12,7 @@ from miles_core.store.stages import ITERATION_STAGES
 
 def show(
     run: str = typer.Argument(help="Name of the run."),
-    iteration: int | None = typer.Argument(None, help="Number of an iteration."),
+    iteration: str | None = typer.Argument(None, help="Number of an iteration."),
     stage: str | None = typer.Argument(None, help="A stage of it."),
     artifact_root: str | None = typer.Option(None, help="Folder of all runs."),
 ) -> None:
@@ -21,17 +21,16 @@ def show(
     if iteration is None:
         _run(store)
         return
-    if iteration not in store.iterations():
-        raise InputError(f"run {run} has no iteration {iteration}: `miles show {run}` lists those there are")
+    number = existing_iteration(store, iteration)
     if stage is None:
         for name in ITERATION_STAGES:
-            _attempts(store, name, iteration)
+            _attempts(store, name, number)
         return
     if stage not in ITERATION_STAGES:
         raise InputError(f"there is no stage {stage!r}: choose one of {', '.join(ITERATION_STAGES)}")
     name = next(s for s in ITERATION_STAGES if s == stage)
-    _attempts(store, name, iteration)
-    for manifest in store.committed(name, iteration):
+    _attempts(store, name, number)
+    for manifest in store.committed(name, number):
         print(f"\n{store.files.url(manifest.folder)}")
         for part in manifest.parts:
             print(f"  {part.path.removeprefix(manifest.folder + '/'):<48} {part.bytes:>10} bytes {part.rows:>6} rows")

@@ -79,6 +79,13 @@ def open_run(name: str, root: str | None = None) -> tuple[RunStore, RunConfig]:
     return store, build(record["config"])
 
 
+def existing_iteration(store: RunStore, given: str) -> int:
+    """The number of an iteration of a run, as a person gave it. Raises InputError."""
+    if not given.isdecimal() or int(given) not in store.iterations():
+        raise InputError(f"run {store.run} has no iteration {given!r}: `miles show {store.run}` lists those there are")
+    return int(given)
+
+
 def _free_name(files: Files, name: str) -> str:
     if RunStore(files, name).record() is None:
         return name

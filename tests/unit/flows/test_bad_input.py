@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from deployments.recipes import recipe
 from flows.cli import main as cli
+from miles_core.store.files import Files
+from miles_core.store.run_store import RunStore
 
 
 @pytest.fixture
@@ -96,7 +99,6 @@ COMMANDS: dict[str, tuple[Prepare, tuple[str, ...]]] = {
         lambda home: ["rerun", "nope", "0", "rewards", "--lr", "1"],
         ("--lr", "update", "--downstream"),
     ),
-    "iteration that is no number": (lambda home: ["rerun", "nope", "one", "rewards"], ("one",)),
     "unknown command": (lambda home: ["trian"], ("trian",)),
     "unknown family": (lambda home: ["make-tiny", "flux", str(home / "m")], ("flux",)),
     "tiny model over a folder that is not empty": (lambda home: ["make-tiny", "sd3", _folder(home)], ("full",)),
@@ -129,3 +131,15 @@ def test_an_environment_variable_of_no_field(
 ) -> None:
     monkeypatch.setenv("MILES_SCRIPT_NUM_ROLOUT", "2")
     assert "MILES_SCRIPT_NUM_ROLOUT" in refuse(capsys, "train", "tiny")
+
+
+@pytest.mark.parametrize("iteration", ["one", "7", "1.0"])
+@pytest.mark.parametrize("command", ["show", "rerun"])
+def test_an_iteration_that_is_not_there(
+    command: str, iteration: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = recipe("tiny").model_dump(mode="json")
+    store = RunStore(Files(str(home / "home" / "artifacts")), "r")
+    store.create_record({"recipe": "tiny", "config": config, "meaning": {}})
+    store.files.create("r/iteration=000000/stage=prompts/x/attempt.json", b"{}")
+    assert "no iteration" in refuse(capsys, command, "r", iteration, "rewards")

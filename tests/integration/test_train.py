@@ -103,9 +103,10 @@ def test_the_proofs_can_fail(place: Place, trained: str) -> None:
         assert len(steps) == 2
         assert all(step["grad_norm"] > 0 for step in steps)
         (adapter,) = update.under("adapter/")
-        b = [t for name, t in adapter_tensors(read_bytes(files, adapter)).items() if ".lora_B." in name]
+        b = {n: t for n, t in adapter_tensors(read_bytes(files, adapter)).items() if ".lora_B." in n}
         assert len(b) == 15
-        assert all(t.abs().max() > 0 for t in b)
+        # The last block drops its text stream's output, so nothing reaches the text queries there.
+        assert {n for n, t in b.items() if t.abs().max() == 0} == {"transformer_blocks.1.attn.add_q_proj.lora_B.weight"}
         sync = read_table(files, place.on_line("tiny", iteration, "sync").data[0]).to_pylist()
         tolerance = probe_tolerance("fp32")
         assert all(row["probe_moved"] > 100 * tolerance and row["probe_diff"] <= tolerance for row in sync)

@@ -107,6 +107,20 @@ def test_moments_matter(iteration, make):
     assert other.update(iteration.files, inputs, "moments/1b/out").policy_digest != whole.policy_digest
 
 
+def test_random_state_is_restored(iteration, make):
+    """flow_grpo 183: no resume of the random state."""
+    one = make()
+    one.load(iteration.files, iteration.policy, iteration.digest)
+    torch.manual_seed(123)
+    torch.rand(7)
+    expected = torch.get_rng_state()
+    result = one.update(iteration.files, iteration.inputs("random"), "random/out")
+    other = make()
+    assert not torch.equal(torch.get_rng_state(), expected)
+    other.load(iteration.files, result.parts, result.policy_digest)
+    assert torch.equal(torch.get_rng_state(), expected)
+
+
 def test_a_held_policy_is_not_loaded_again_and_another_state_is(iteration, make):
     one = make(lr=1e-3)
     silent = one.update(iteration.files, iteration.inputs("held/0", advantages=(0.0,) * 4), "held/0/out")

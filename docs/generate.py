@@ -1,0 +1,72 @@
+"""Writes docs/configuration.md and docs/artifacts.md from the classes; a test holds them to it."""
+
+from pathlib import Path
+
+import pyarrow as pa
+
+from miles_core.config import FIELDS, GROUPS, affects, flag
+from miles_core.config.reference import NOT_YET
+from miles_core.store import schemas
+from miles_core.store.stages import STAGES
+
+HERE = Path(__file__).parent
+
+
+def configuration() -> str:
+    """Every option by concern, with default, what it affects, and its sentence."""
+    out = [
+        "# Configuration",
+        "",
+        "Generated from `miles_core/config` by `python docs/generate.py`.",
+        "",
+        "An option is given on the command line (`--lr 1e-3`, `--use-lora`, `--no-use-lora`), as the environment variable",
+        "`MILES_SCRIPT_LR`, as a flow parameter (`overrides: {\"lr\": 0.001}`), or by the recipe, in this order of precedence.",
+        "*Affects* names the stages that are made again when the option changes; an *operational* option changes no result.",
+    ]
+    for group, kind in GROUPS.items():
+        out += ["", f"## {group}", "", " ".join((kind.__doc__ or "").split()), ""]
+        out += ["| option | default | affects | meaning |", "|---|---|---|---|"]
+        for name, (owner, info) in FIELDS.items():
+            if owner == group:
+                default = "unset" if info.default is None else f"`{info.default}`" if info.default != "" else "required"
+                stages = ", ".join(affects(name)) or "operational"
+                out.append(f"| `{flag(name)}` | {default} | {stages} | {(info.description or '').replace('|', '/')} |")
+    out += ["", "## Not there yet", "", "Options of the reference that are refused by name:", ""]
+    out += [", ".join(f"`{flag(name)}`" for name in sorted(NOT_YET)) + ", and any `--sglang-…`."]
+    return "\n".join(out) + "\n"
+
+
+def artifacts() -> str:
+    """Every column of every stage."""
+    rollout = schemas.rollout_schema(
+        latent_shape=(16, 64, 64), positions=3, sde_steps=2, steps=10, latent_dtype=pa.float32()
+    )
+    tables = {
+        "policy": schemas.POLICY,
+        "prompts": schemas.PROMPTS,
+        "rollout": rollout,
+        "conditioning (beside rollout)": schemas.CONDITIONING,
+        "rewards": schemas.rewards_schema(["ocr"]),
+        "advantages": schemas.ADVANTAGES,
+        "update": schemas.UPDATE,
+        "sync": schemas.SYNC,
+    }
+    out = [(HERE / "artifacts_head.md").read_text().rstrip()]
+    for name, schema in tables.items():
+        stage = STAGES.get(name.split()[0])  # type: ignore[call-overload]
+        out += ["", f"## {name}", ""]
+        if stage and " " not in name:
+            out += [f"A row is {stage.doc}.", ""]
+        out += ["| column | type | shape | unit | volatile | meaning |", "|---|---|---|---|---|---|"]
+        for field in schema:
+            meta = {k.decode(): v.decode() for k, v in field.metadata.items()}
+            volatile = "yes" if meta["volatile"] == "true" else ""
+            kind = str(field.type).replace("element: ", "").replace(" not null", "").replace("|", "/")
+            row = [f"`{field.name}`", kind, meta.get("shape", ""), meta["unit"], volatile, meta["doc"].replace("|", "\\|")]
+            out.append("| " + " | ".join(row) + " |")
+    return "\n".join(out) + "\n"
+
+
+if __name__ == "__main__":
+    (HERE / "configuration.md").write_text(configuration())
+    (HERE / "artifacts.md").write_text(artifacts())

@@ -20,7 +20,7 @@ def configuration() -> str:
         "Generated from `miles_core/config` by `python docs/generate.py`.",
         "",
         "An option is given on the command line (`--lr 1e-3`, `--use-lora`, `--no-use-lora`), as the environment variable",
-        "`MILES_SCRIPT_LR`, as a flow parameter (`overrides: {\"lr\": 0.001}`), or by the recipe, in this order of precedence.",
+        '`MILES_SCRIPT_LR`, as a flow parameter (`overrides: {"lr": 0.001}`), or by the recipe, in this order of precedence.',
         "*Affects* names the stages that are made again when the option changes; an *operational* option changes no result.",
     ]
     for group, kind in GROUPS.items():
@@ -62,7 +62,14 @@ def artifacts() -> str:
             meta = {k.decode(): v.decode() for k, v in field.metadata.items()}
             volatile = "yes" if meta["volatile"] == "true" else ""
             kind = str(field.type).replace("element: ", "").replace(" not null", "").replace("|", "/")
-            row = [f"`{field.name}`", kind, meta.get("shape", ""), meta["unit"], volatile, meta["doc"].replace("|", "\\|")]
+            row = [
+                f"`{field.name}`",
+                kind,
+                meta.get("shape", ""),
+                meta["unit"],
+                volatile,
+                meta["doc"].replace("|", "\\|"),
+            ]
             out.append("| " + " | ".join(row) + " |")
     return "\n".join(out) + "\n"
 

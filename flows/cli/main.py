@@ -2,12 +2,13 @@
 
 import signal
 import sys
+import traceback
 from typing import Any, NoReturn
 
 import typer
 
 from flows.cli import config, down, make_tiny, rerun, runs, show, train
-from miles_core.errors import InputError
+from miles_core.errors import InputError, StageError
 from miles_core.store.files import DamagedError
 
 app = typer.Typer(
@@ -45,8 +46,11 @@ def _run(command: Any, arguments: list[str]) -> int:
         return _say(f"{sentence} See `miles --help`.", 2)
     except (KeyboardInterrupt, typer.Abort):
         return _say("interrupted; run the same command again to resume", 1)
-    except (RuntimeError, OSError, DamagedError) as fault:
+    except (StageError, DamagedError, OSError) as fault:
         return _say(f"{fault}" if "again" in str(fault) else f"{fault}; run the same command again to resume", 1)
+    except Exception as fault:
+        traceback.print_exc()
+        return _say(f"{type(fault).__name__}: {fault}; run the same command again to resume", 1)
     return result if isinstance(result, int) else 0
 
 

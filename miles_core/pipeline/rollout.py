@@ -90,7 +90,7 @@ def _compute(step: Step, attempt: Attempt, upstream: Upstreams, feed: RolloutFee
     token = GENERATOR.set(dispatcher)
     try:
         generate_rollout(step.config.args(), step.iteration, CommittedPrompts(groups))
-    except* StageError as failures:
+    except* Exception as failures:
         raise _first(failures) from None
     finally:
         GENERATOR.reset(token)

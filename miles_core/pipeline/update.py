@@ -25,7 +25,12 @@ def train(step: Step, attempt: Attempt, upstream: Upstreams) -> Product:
         probe=rollout.under(PROBE)[0],
         first_global_step=step.iteration * step.config.steps_per_rollout,
     )
-    results = step.workers.train("update", step.store.files, inputs, attempt.folder)
+
+    def watch(done: int, total: int) -> None:
+        if total:
+            step.progress("update", done, total)
+
+    results = step.workers.train("update", step.store.files, inputs, attempt.folder, watch=watch)
     made = results[0]
     parts: list[Part] = [*made.parts, made.rows]
     return Product(parts, {"policy_digest": made.policy_digest, **_figures(made.metrics)})

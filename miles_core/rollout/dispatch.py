@@ -47,6 +47,7 @@ class Dispatcher:
         self.outstanding = [0] * workers.config.cluster.rollout_num_engines
         self.parsing = [0] * workers.config.rollout.rollout_parser_num_workers
         self._room = asyncio.Condition()
+        self._reviving = asyncio.Lock()
         self._describing: dict[str, asyncio.Lock] = {}
         self._size = workers.config.rollout.rollout_microgroup_size
 
@@ -77,18 +78,19 @@ class Dispatcher:
         tried: set[int] = set()
         while True:
             index = await self._acquire(tried)
+            engine = self.workers.engine(index)
             try:
-                part = await self._attempt(index, number, request, microgroup, identity)
+                part = await self._attempt(engine, number, request, microgroup, identity)
                 self._land(number, part)
                 return
             except self.workers.ray.exceptions.RayActorError as fault:
                 failures.append(f"engine-{index}: its process died ({str(fault).splitlines()[0]})")
-                await self._revive(index)
+                await self._revive(index, engine)
             except self.workers.ray.exceptions.RayTaskError as fault:
                 failures.append(f"engine-{index}: {fault.cause or fault}")
             except TimeoutError:
                 failures.append(f"engine-{index}: no answer within {self.workers.seconds / 60:.0f} minutes")
-                await self._revive(index)
+                await self._revive(index, engine)
             finally:
                 await self._release(index)
             tried.add(index)
@@ -100,9 +102,9 @@ class Dispatcher:
                 )
 
     async def _attempt(
-        self, index: int, number: int, request: GenerateRequest, microgroup: list[Sample], identity: str
+        self, engine: Any, number: int, request: GenerateRequest, microgroup: list[Sample], identity: str
     ) -> Part:
-        result, receipt = self.workers.engine(index).generate.options(num_returns=2).remote(request)
+        result, receipt = engine.generate.options(num_returns=2).remote(request)
         await asyncio.wait_for(_wait(receipt), self.workers.seconds)
         lock = self._describing.setdefault(identity, asyncio.Lock())
         async with lock:
@@ -148,11 +150,14 @@ class Dispatcher:
             self.outstanding[index] -= 1
             self._room.notify_all()
 
-    async def _revive(self, index: int) -> None:
-        """Replace a dead engine and give it the policy in force before it serves."""
-        engine = self.workers.replace_engine(index)
-        reply = await asyncio.wait_for(_wait(engine.load_policy.remote(self.files, self.adapter)), self.workers.seconds)
-        self._check(reply)
+    async def _revive(self, index: int, dead: Any) -> None:
+        """Replace a dead engine and give it the policy in force before it serves; once for all who met it."""
+        async with self._reviving:
+            if self.workers.engine(index) is not dead:
+                return
+            engine = self.workers.replace_engine(index)
+            push = engine.load_policy.remote(self.files, self.adapter)
+            self._check(await asyncio.wait_for(_wait(push), self.workers.seconds))
 
     def _check(self, reply: SyncReply) -> None:
         if reply.policy_digest != self.digest or reply.modules_bound == 0:

@@ -8,6 +8,8 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
+import ray
+
 from miles_core.config import RunConfig
 from miles_core.errors import StageError
 from miles_core.rollout.protocol import GenerateRequest, GenerateResult, SyncReply
@@ -113,6 +115,7 @@ class TrainerActor:
     def __init__(self) -> None:
         one_thread()
         self.rank: Any = None
+        self.done = (0, 0)
 
     def address(self) -> tuple[str, int]:
         """Where rank 0 can be met."""
@@ -129,7 +132,18 @@ class TrainerActor:
     def call(self, verb: str, *arguments: Any) -> Any:
         if self.rank is None:
             raise StageError("the trainer was not started")
+        if verb == "update":
+            arguments = (*arguments, self._advance)
         return getattr(self.rank, verb)(*arguments)
+
+    @ray.method(concurrency_group="watch")
+    def progress(self) -> tuple[int, int]:
+        """(done, all) forwards of the update at work."""
+        return self.done
+
+    def _advance(self, at: dict[str, int]) -> None:
+        total = at["steps"] * at["micro_batches"]
+        self.done = (at["step"] * at["micro_batches"] + at["micro_batch"] + 1, total)
 
 
 def one_thread() -> None:

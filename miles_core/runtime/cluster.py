@@ -31,6 +31,7 @@ def ray_cluster(state: Path, code_path: str | None = None) -> Iterator[None]:
     """
     address = os.environ.get("RAY_ADDRESS")
     with contextlib.ExitStack() as stack:
+        own = not address
         if not address:
             # Ray reads these once, when it is imported: one token for all heads of this process.
             os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -43,6 +44,8 @@ def ray_cluster(state: Path, code_path: str | None = None) -> Iterator[None]:
         try:
             ray.init(address=address, log_to_driver=False, logging_level="error", configure_logging=False)
         except ConnectionError as fault:
+            if own:
+                raise StageError(f"the Ray head that was started does not answer: {fault}") from fault
             raise InputError(
                 f"no Ray cluster answers at RAY_ADDRESS {address}: start one there, or unset RAY_ADDRESS"
             ) from fault

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +26,8 @@ class Workers:
     def __init__(self, config: RunConfig, inputs: Inputs, state: Path) -> None:
         self.config, self.inputs, self.state = config, inputs, state
         self._stack = contextlib.ExitStack()
-        self._lock = threading.RLock()
+        self._connecting = threading.Lock()
+        self._starting = {kind: threading.RLock() for kind in ("engines", "parsers", "scorers", "trainer")}
         self._ray: Any = None
         self._engines: list[Any] | None = None
         self._parsers: list[Any] | None = None
@@ -40,7 +43,7 @@ class Workers:
     @property
     def ray(self) -> Any:
         """The ray module, connected."""
-        with self._lock:
+        with self._connecting:
             if self._ray is None:
                 self._stack.enter_context(ray_cluster(self.state))
                 import ray
@@ -72,7 +75,7 @@ class Workers:
 
     def engines(self) -> list[Any]:
         """All engines, started."""
-        with self._lock:
+        with self._starting["engines"]:
             if self._engines is None:
                 self._engines = [self._new_engine(i) for i in range(self.config.cluster.rollout_num_engines)]
                 self.get([e.health.remote() for e in self._engines], "the start of the engines")
@@ -80,7 +83,7 @@ class Workers:
 
     def replace_engine(self, index: int) -> Any:
         """A new engine in the place of a dead one; it holds no policy yet."""
-        with self._lock:
+        with self._starting["engines"]:
             assert self._engines is not None
             with contextlib.suppress(Exception):
                 self.ray.kill(self._engines[index])
@@ -89,35 +92,43 @@ class Workers:
 
     def parsers(self) -> list[Any]:
         """Processes that encode and write."""
-        from miles_core.runtime.actors import ParserActor
-
-        with self._lock:
+        with self._starting["parsers"]:
             if self._parsers is None:
-                kind = self.ray.remote(num_cpus=0)(ParserActor)
+                kind = self._kind("ParserActor", num_cpus=0)
                 self._parsers = [kind.remote() for _ in range(self.config.rollout.rollout_parser_num_workers)]
             return self._parsers
 
     def scorers(self, config: RunConfig, inputs: Inputs) -> list[Any]:
         """Scorer processes for this reward configuration; a rerun's differ from the run's."""
-        from miles_core.runtime.actors import RewardActor
-
         args = config.flat()
         key = repr((sorted(config.affecting("rewards").items()), inputs.ocr_folders, inputs.components))
-        with self._lock:
+        with self._starting["scorers"]:
             if key not in self._scorers:
                 count = config.reward.ocr_num_workers if "ocr" in inputs.components else 1
-                kind = self.ray.remote(num_cpus=0, max_restarts=2)(RewardActor)
+                kind = self._kind("RewardActor", num_cpus=0, max_restarts=2)
                 self._scorers[key] = [kind.remote(f"scorer-{i}", args, inputs.ocr_folders) for i in range(count)]
             return self._scorers[key]
 
-    def train(self, verb: str, *arguments: Any) -> list[Any]:
-        """Call a verb on every trainer rank, starting them first; results in rank order."""
-        with self._lock:
+    def train(self, verb: str, *arguments: Any, watch: Callable[[int, int], None] | None = None) -> list[Any]:
+        """Call a verb on every trainer rank, starting them first; results in rank order.
+
+        `watch` is told now and then how many of how many forwards of an update are done.
+        """
+        with self._starting["trainer"]:
             if self._trainer is None:
                 self._trainer = self._start_trainer()
             ranks = self._trainer
+        calls = [rank.call.remote(verb, *arguments) for rank in ranks]
         try:
-            return self.get([rank.call.remote(verb, *arguments) for rank in ranks], f"the trainer's {verb}")
+            deadline, seen = time.monotonic() + self.seconds, (0, 0)
+            while watch is not None and self.ray.wait(calls, num_returns=len(calls), timeout=1.0)[1]:
+                done = self.ray.get(ranks[0].progress.remote(), timeout=self.seconds)
+                if done != seen:
+                    deadline, seen = time.monotonic() + self.seconds, done
+                    watch(*done)
+                elif time.monotonic() > deadline:
+                    break
+            return self.get(calls, f"the trainer's {verb}")
         except BaseException:
             # A rank that failed half-way holds neither the old policy nor the new one.
             self.end_trainer()
@@ -125,7 +136,7 @@ class Workers:
 
     def end_trainer(self) -> None:
         """End the trainer ranks; the next call starts new ones."""
-        with self._lock:
+        with self._starting["trainer"]:
             for rank in self._trainer or []:
                 with contextlib.suppress(Exception):
                     self.ray.kill(rank)
@@ -145,23 +156,27 @@ class Workers:
         except self.ray.exceptions.RayActorError as fault:
             raise StageError(f"{what}: the process died ({fault}); run the same command again to resume") from None
 
-    def _new_engine(self, index: int) -> Any:
-        from miles_core.runtime.actors import EngineActor
+    def _kind(self, name: str, **options: Any) -> Any:
+        ray = self.ray
+        # Ray is configured by the environment when it is imported, and the actors' module imports it.
+        from miles_core.runtime import actors
 
+        return ray.remote(**options)(getattr(actors, name))
+
+    def _new_engine(self, index: int) -> Any:
         device = self.device
-        resources = {"num_gpus": 1} if device == "cuda" else {"num_cpus": 0}
-        kind = self.ray.remote(**resources)(EngineActor)
+        resources: dict[str, Any] = {"num_gpus": 1} if device == "cuda" else {"num_cpus": 0}
+        kind = self._kind("EngineActor", **resources)
         return kind.options(max_concurrency=1).remote(
             f"engine-{index}", self.config, str(self.inputs.checkpoint), self.inputs.family, device
         )
 
     def _start_trainer(self) -> list[Any]:
-        from miles_core.runtime.actors import TrainerActor
-
         cluster = self.config.cluster
         world, device = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node, self.device
-        resources = {"num_gpus": 1} if device == "cuda" else {"num_cpus": 0}
-        ranks = [self.ray.remote(**resources)(TrainerActor).remote() for _ in range(world)]
+        resources: dict[str, Any] = {"num_gpus": 1} if device == "cuda" else {"num_cpus": 0}
+        kind = self._kind("TrainerActor", concurrency_groups={"watch": 1}, **resources)
+        ranks = [kind.remote() for _ in range(world)]
         host, port = self.get([ranks[0].address.remote()], "the start of the trainer")[0]
         start = [
             actor.start.remote(

@@ -23,7 +23,7 @@ from miles_core.families.base import DiffusersModelBackend, torch_dtype
 from miles_core.families.resolve import train_pipeline_config
 from miles_core.store.digest import content_digest
 from miles_core.store.files import Files
-from miles_core.store.parts import Part, read_bytes
+from miles_core.store.parts import Part, read_bytes, write_file, write_table
 from miles_core.training import checkpoint as ckpt
 from miles_core.training.batch import not_finite
 from miles_core.training.distributed import gather, start_process_group, together
@@ -31,7 +31,7 @@ from miles_core.training.inputs import Rollout, UpdateInputs, UpdateResult, rank
 from miles_core.training.lr_schedule import learning_rate
 from miles_core.training.metrics import update_table
 from miles_core.training.model import assign, attach_lora, lora_parameters, shard, whole
-from miles_core.training.output import ADAPTER_FILE, PROBE_FILE, content_of, short_name, store_file, store_rows
+from miles_core.training.output import ADAPTER_FILE, PROBE_FILE, ROWS_FILE, content_of, short_name
 from miles_core.training.probe import Probe, check_parity, encode_probe, read_probe, run_probe
 from miles_core.training.step import Accumulation, accumulate
 from miles_core.weights.digest import policy_digest
@@ -254,7 +254,9 @@ class TrainerRank:
                 mine[PROBE_FILE] = probe
         parts = self._store(files, out_dir, mine)
         table = update_table(rows)
-        own = together("writing the rows", lambda: store_rows(files, out_dir, table) if self.rank == 0 else None)
+        own = together(
+            "writing the rows", lambda: write_table(files, f"{out_dir}/{ROWS_FILE}", table) if self.rank == 0 else None
+        )
         steps = next(part for part in gather(own) if part is not None)
         self._policy = digest
         state = [(short_name(part.path), part.content) for part in parts]
@@ -265,7 +267,7 @@ class TrainerRank:
         """Write this rank's files; the parts of all ranks in path order."""
         own = together(
             "writing the policy",
-            lambda: [store_file(files, out_dir, name, data) for name, data in sorted(mine.items())],
+            lambda: [write_file(files, f"{out_dir}/{name}", data) for name, data in sorted(mine.items())],
         )
         return sorted((part for found in gather(own) for part in found), key=lambda part: part.path)
 

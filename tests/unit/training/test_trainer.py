@@ -342,17 +342,12 @@ class TestRefusedLoads:
             make().update(iteration.files, inputs, "few/out")
 
 
-def test_what_an_interrupted_try_left_is_not_touched(iteration, make):
-    inputs = iteration.inputs("retry")
-    first = make().update(iteration.files, inputs, "retry/out")
-    again = make().update(iteration.files, inputs, "retry/out")
-    assert first.parts == again.parts
-    assert again.rows.path == "retry/out/retry-2/data/steps.parquet"
-    assert first.rows.content == again.rows.content
-    iteration.files.replace(first.parts[0].path, b"torn by another version")
-    third = make().update(iteration.files, inputs, "retry/out")
-    assert third.parts[-1].path == "retry/out/retry-2/" + ADAPTER
-    assert third.parts[-1].sha256 == first.parts[0].sha256
+def test_an_update_never_overwrites(iteration, make):
+    inputs = iteration.inputs("again")
+    first = make().update(iteration.files, inputs, "again/out")
+    with pytest.raises(StageError, match="FileExistsError|exists"):
+        make().update(iteration.files, inputs, "again/out")
+    assert all(read_bytes(iteration.files, part) for part in first.parts)
 
 
 def test_trainer_state_holds_nothing_volatile(iteration, make):

@@ -39,11 +39,17 @@ def iteration(run: str, iteration: int, artifact_root: str | None = None) -> Non
             commit(initialize_policy, step)
         prompts = commit(sample_prompts, step)
         policy = policy_in_force(step)
+        session.workers.connect()
         feed = RolloutFeed()
         rollout = generate_rollout.submit(step, prompts, policy, feed)
         rewards = score_rewards.submit(step, feed)
-        made = rollout.result()
-        scored = rewards.result()
+        try:
+            made, scored = rollout.result(), rewards.result()
+        except Exception:
+            raise
+        except BaseException:
+            session.workers.abort()
+            raise
         advantages = commit(normalize_advantages, step, scored)
         update = commit(update_policy, step, made, advantages, policy)
         commit(sync_weights, step, update)

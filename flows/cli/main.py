@@ -20,6 +20,8 @@ app = typer.Typer(
 )
 # Typer brings its own click and exports of its usage errors only this one.
 USAGE_ERROR: Any = typer.BadParameter.__base__
+# What Typer makes of KeyboardInterrupt.
+_INTERRUPTED = 130
 ANY_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.command("train", context_settings=ANY_FLAGS)(train.train)
 app.command("rerun", context_settings=ANY_FLAGS)(rerun.rerun)
@@ -51,6 +53,8 @@ def _run(command: Any, arguments: list[str]) -> int:
     except Exception as fault:
         traceback.print_exc()
         return _say(f"{type(fault).__name__}: {fault}; run the same command again to resume", 1)
+    if result == _INTERRUPTED:
+        return _say("interrupted; run the same command again to resume", 1)
     return result if isinstance(result, int) else 0
 
 

@@ -101,9 +101,9 @@ class Scoring:
             except ray.exceptions.RayTaskError as fault:
                 raise fault.cause if isinstance(fault.cause, Exception) else fault from None
             except ray.exceptions.RayActorError as fault:
-                if tries >= self.step.config.reward.reward_max_retries:
+                if self.step.workers.aborted or tries >= self.step.config.reward.reward_max_retries:
                     raise StageError(
-                        f"the scorer's process died {tries + 1} times on {part.path} ({fault}); "
+                        f"the scorer's process died {tries + 1} times on {part.path} ({str(fault).splitlines()[0]}); "
                         "run the same command again to resume"
                     ) from None
                 self._send(part, tries + 1)

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +42,7 @@ def ray_cluster(state: Path, code_path: str | None = None) -> Iterator[None]:
 
         # Workers start in the thread of the task that first needs them; Ray warns about that on the terminal.
         logging.getLogger("ray").setLevel(logging.ERROR)
+        handler = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(address=address, log_to_driver=False, logging_level="error", configure_logging=False)
         except ConnectionError as fault:
@@ -50,6 +52,9 @@ def ray_cluster(state: Path, code_path: str | None = None) -> Iterator[None]:
                 f"no Ray cluster answers at RAY_ADDRESS {address}: start one there, or unset RAY_ADDRESS"
             ) from fault
         stack.callback(ray.shutdown)
+        if threading.current_thread() is threading.main_thread():
+            # Ray ends the process on SIGTERM before anything is cleaned up.
+            signal.signal(signal.SIGTERM, handler)
         yield
 
 

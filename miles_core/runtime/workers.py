@@ -29,6 +29,7 @@ class Workers:
         self._connecting = threading.Lock()
         self._starting = {kind: threading.RLock() for kind in ("engines", "parsers", "scorers", "trainer")}
         self._ray: Any = None
+        self.aborted = False
         self._engines: list[Any] | None = None
         self._parsers: list[Any] | None = None
         self._scorers: dict[str, list[Any]] = {}
@@ -50,6 +51,18 @@ class Workers:
 
                 self._ray = ray
             return self._ray
+
+    def connect(self) -> None:
+        """Connect to Ray now. Call it in the main thread: Ray takes over signals, which are put back there alone."""
+        assert self.ray
+
+    def abort(self) -> None:
+        """End every actor, so that threads that wait for one fail at once and do not start another."""
+        self.aborted = True
+        scorers = [actor for group in self._scorers.values() for actor in group]
+        for actor in [*(self._engines or []), *(self._parsers or []), *scorers, *(self._trainer or [])]:
+            with contextlib.suppress(Exception):
+                self.ray.kill(actor)
 
     @property
     def started(self) -> bool:
@@ -154,9 +167,13 @@ class Workers:
         except self.ray.exceptions.RayTaskError as fault:
             raise fault.cause if isinstance(fault.cause, Exception) else fault from None
         except self.ray.exceptions.RayActorError as fault:
-            raise StageError(f"{what}: the process died ({fault}); run the same command again to resume") from None
+            raise StageError(
+                f"{what}: the process died ({str(fault).splitlines()[0]}); run the same command again to resume"
+            ) from None
 
     def _kind(self, name: str, **options: Any) -> Any:
+        if self.aborted:
+            raise StageError("the command was ended; run it again to resume")
         ray = self.ray
         # Ray is configured by the environment when it is imported, and the actors' module imports it.
         from miles_core.runtime import actors

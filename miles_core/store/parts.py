@@ -98,7 +98,7 @@ def inspect_table(files: Files, path: str) -> Part | None:
 
 def _create(files: Files, path: str, data: bytes) -> None:
     if not files.create(path, data):
-        raise FileExistsError(files.url(path))
+        raise FileExistsError(f"{files.url(path)} exists already and is never overwritten")
 
 
 def _noise(kind: pa.DataType) -> bool:

@@ -273,3 +273,22 @@ class TestReaders:
         assert dataset.num_rows == 32
         assert dataset[0]["image"].size == (64, 64)
         assert len(dataset[0]["latents"]) == 3072
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_interrupted_it_ends_what_it_started_and_says_how_to_go_on(place: Place, name: str) -> None:
+    before = ray_processes()
+    arguments = ["train", "tiny", "--num-rollout", "1", "--run-id", f"interrupted-{name.lower()}"]
+    process = subprocess.Popen(
+        [MILES, *arguments], env=place.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    folder = place.home / f"artifacts/interrupted-{name.lower()}/iteration=000000/stage=rollout"
+    deadline = time.monotonic() + 240
+    while not list(folder.glob("*/attempt.json")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert ray_processes() != before
+    process.send_signal(getattr(signal, name))
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, output
+    assert output.rstrip().endswith("miles: interrupted; run the same command again to resume")
+    assert ray_processes() == before

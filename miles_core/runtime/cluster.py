@@ -66,7 +66,9 @@ def _own_head(state: Path) -> Iterator[str]:
     log = (folder / "head.log").open("wb")
     head = subprocess.Popen(
         [
-            str(Path(sys.executable).parent / "ray"),
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
             "start",
             "--head",
             "--block",

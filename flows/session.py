@@ -16,13 +16,15 @@ from miles_core.pipeline.stage import Step
 from miles_core.runtime.workers import Workers
 from miles_core.store.run_store import RunStore
 
+TERMINAL = Terminal()
+
 
 class Session:
     """One run in this process. Workers start when a stage first needs them and end with the session."""
 
     def __init__(self, config: RunConfig, inputs: Inputs, store: RunStore, workers: Workers) -> None:
         self.config, self.inputs, self.store, self.workers = config, inputs, store, workers
-        self.terminal = Terminal()
+        self.terminal = TERMINAL
 
     def step(self, iteration: int, *, moves_line: bool = True, flow_run_id: str | None = None) -> Step:
         return Step(
@@ -50,7 +52,7 @@ def train_session(recipe: str, overrides: dict[str, Any]) -> Iterator[Session]:
     """The session of a train run; run.json is written here."""
     planned = plan(recipe, overrides)
     begin_run(planned, recipe, planned.config.run.code_path or os.getcwd())
-    with Workers(planned.config, planned.inputs, home() / "state") as workers:
+    with Workers(planned.config, planned.inputs, home() / "state", TERMINAL.say) as workers:
         session = Session(planned.config, planned.inputs, planned.store, workers)
         key = (planned.store.files.root, planned.store.run)
         _OPEN[key] = session
@@ -73,5 +75,5 @@ def run_session(run: str, root: str | None, overrides: dict[str, Any] | None = N
         return
     config = config.replace(**from_mapping(overrides or {}))
     inputs = resolve_inputs(config)
-    with Workers(config, inputs, home() / "state") as workers:
+    with Workers(config, inputs, home() / "state", TERMINAL.say) as workers:
         yield Session(config, inputs, store, workers)

@@ -11,7 +11,12 @@ from flows.session import train_session
 from miles_core.pipeline.iteration import finished
 
 
-@flow(name="train", flow_run_name="train {recipe}")
+def _name() -> str:
+    given = flow_run.parameters
+    return f"{(given.get('overrides') or {}).get('run_id') or given['recipe']} · train"
+
+
+@flow(name="train", flow_run_name=_name)
 def train(recipe: str = "tiny", overrides: dict[str, Any] | None = None) -> dict[str, Any]:
     """Train from a recipe, or carry the run on where it stands.
 

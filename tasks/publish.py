@@ -21,7 +21,9 @@ def publish(outcome: Outcome, files: Files) -> Manifest:
     print(line, flush=True)
     if FlowRunContext.get() is not None:
         get_run_logger().info(line.strip())
-        create_markdown_artifact(_markdown(outcome, files), key=_key(outcome.manifest), description=line.strip())
+        create_markdown_artifact(
+            _markdown(outcome, files), key=_key(outcome.manifest), description=" ".join(line.split())
+        )
     if outcome.reused:
         return cast(Manifest, Completed(name="Cached", data=outcome.manifest))
     return outcome.manifest

@@ -90,6 +90,7 @@ def _running(folder: Path) -> str | None:
 
 
 def _start(folder: Path) -> str:
+    print("starting a local Prefect server …", flush=True)
     port = _free_port()
     url = f"http://127.0.0.1:{port}/api"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}

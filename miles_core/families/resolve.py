@@ -102,6 +102,7 @@ def _tiny_sd3(models: Path) -> Path:
     models.mkdir(parents=True, exist_ok=True)
     with FileLock(models / f".{TINY_SD3_FOLDER}.lock"):
         if not (folder / "model_index.json").is_file():
+            print(f"making the random tiny SD3 in {folder} …", flush=True)
             command = [sys.executable, "-m", "miles_core.families.tiny_sd3", str(folder)]
             made = subprocess.run(command, capture_output=True, text=True, check=False)
             if made.returncode:

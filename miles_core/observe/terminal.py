@@ -18,6 +18,10 @@ class Terminal:
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
 
+    def say(self, what: str) -> None:
+        """Something that takes a while begins."""
+        print(f"  {what} …", flush=True)
+
     def progress(self, stage: str, done: int, total: int) -> None:
         """`done` of `total` samples or pairs of a stage."""
         now = time.monotonic()

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 class Workers:
     """Engines, parsers, scorers and trainer ranks of one run."""
 
-    def __init__(self, config: RunConfig, inputs: Inputs, state: Path) -> None:
-        self.config, self.inputs, self.state = config, inputs, state
+    def __init__(
+        self, config: RunConfig, inputs: Inputs, state: Path, say: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self.config, self.inputs, self.state, self.say = config, inputs, state, say
         self._stack = contextlib.ExitStack()
         self._connecting = threading.Lock()
         self._starting = {kind: threading.RLock() for kind in ("engines", "parsers", "scorers", "trainer")}
@@ -46,6 +48,7 @@ class Workers:
         """The ray module, connected."""
         with self._connecting:
             if self._ray is None:
+                self.say("starting Ray")
                 self._stack.enter_context(ray_cluster(self.state))
                 import ray
 
@@ -90,6 +93,7 @@ class Workers:
         """All engines, started."""
         with self._starting["engines"]:
             if self._engines is None:
+                self.say("starting the engines")
                 self._engines = [self._new_engine(i) for i in range(self.config.cluster.rollout_num_engines)]
                 self.get([e.health.remote() for e in self._engines], "the start of the engines")
             return self._engines
@@ -117,6 +121,7 @@ class Workers:
         key = repr((sorted(config.affecting("rewards").items()), inputs.ocr_folders, inputs.components))
         with self._starting["scorers"]:
             if key not in self._scorers:
+                self.say("starting the scorers")
                 count = config.reward.ocr_num_workers if "ocr" in inputs.components else 1
                 kind = self._kind("RewardActor", num_cpus=0, max_restarts=2)
                 self._scorers[key] = [kind.remote(f"scorer-{i}", args, inputs.ocr_folders) for i in range(count)]
@@ -189,6 +194,7 @@ class Workers:
         )
 
     def _start_trainer(self) -> list[Any]:
+        self.say("starting the trainer")
         cluster = self.config.cluster
         world, device = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node, self.device
         resources: dict[str, Any] = {"num_gpus": 1} if device == "cuda" else {"num_cpus": 0}

@@ -18,6 +18,7 @@ from miles_core.pipeline.stage import (
     why,
 )
 from miles_core.rewards.rm_types import rm_types_of
+from miles_core.runtime.workers import reason_of
 from miles_core.store.digest import ROW_DIGEST
 from miles_core.store.manifest import Manifest
 from miles_core.store.parts import Part, inspect_table, read_table
@@ -103,7 +104,7 @@ class Scoring:
             except ray.exceptions.RayActorError as fault:
                 if self.step.workers.aborted or tries >= self.step.config.reward.reward_max_retries:
                     raise StageError(
-                        f"the scorer's process died {tries + 1} times on {part.path} ({str(fault).splitlines()[0]}); "
+                        f"the scorer's process died {tries + 1} times on {part.path} ({reason_of(fault)}); "
                         "run the same command again to resume"
                     ) from None
                 self._send(part, tries + 1)

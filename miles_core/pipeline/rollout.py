@@ -1,5 +1,7 @@
 """rollout: microgroups to the engines under the policy in force, a part per microgroup as it lands."""
 
+from typing import Any
+
 import pyarrow as pa
 
 from miles_core.data.data_source import table_to_samples
@@ -86,7 +88,7 @@ def _compute(step: Step, attempt: Attempt, upstream: Upstreams, feed: RolloutFee
     )
     dispatcher.conditioning |= _kept_conditioning(step, attempt)
     dispatcher.load_policy()
-    probe = _probe(step, attempt)
+    probe = _probe(step, attempt, upstream)
     token = GENERATOR.set(dispatcher)
     try:
         generate_rollout(step.config.args(), step.iteration, CommittedPrompts(groups))
@@ -144,9 +146,17 @@ def _kept_conditioning(step: Step, attempt: Attempt) -> dict[str, Part]:
     return found
 
 
-def _probe(step: Step, attempt: Attempt) -> Part:
-    workers = step.workers
-    probe = workers.engines()[0].probe.remote(probe_spec(step).request())
-    call = workers.parsers()[0].write_probe.remote(step.store.files, attempt.path(PROBE), probe)
-    part: Part = workers.get([call], "the probe")[0]
-    return part
+def _probe(step: Step, attempt: Attempt, upstream: Upstreams) -> Part:
+    from miles_core.rollout.dispatch import hold
+
+    workers, files, policy = step.workers, step.store.files, upstream["policy"]
+
+    def ask(engine: Any) -> Part:
+        hold(workers, engine, files, adapter_of(policy), policy.summary["policy_digest"])
+        probe = engine.probe.remote(probe_spec(step).request())
+        part: Part = workers.get(
+            [workers.parsers()[0].write_probe.remote(files, attempt.path(PROBE), probe)], "the probe"
+        )[0]
+        return part
+
+    return workers.with_engine(0, ask)

@@ -11,7 +11,7 @@ from miles_core.data.sample import Sample
 from miles_core.errors import StageError
 from miles_core.rollout.parsing import conditioning_id
 from miles_core.rollout.protocol import GenerateRequest, SyncReply
-from miles_core.runtime.workers import Workers
+from miles_core.runtime.workers import Workers, reason_of
 from miles_core.store.files import Files
 from miles_core.store.parts import Part
 
@@ -51,16 +51,9 @@ class Dispatcher:
         self._describing: dict[str, asyncio.Lock] = {}
         self._size = workers.config.rollout.rollout_microgroup_size
 
-    def load_policy(self) -> list[SyncReply]:
-        """Give every engine that holds another policy the one in force; the replies of those that needed it."""
-        engines = self.workers.engines()
-        held = self.workers.get([e.checksum.remote() for e in engines], "an engine's checksum")
-        behind = [e for e, digest in zip(engines, held, strict=True) if digest != self.digest]
-        calls = [e.load_policy.remote(self.files, self.adapter) for e in behind]
-        replies: list[SyncReply] = self.workers.get(calls, "a policy push")
-        for reply in replies:
-            self._check(reply)
-        return replies
+    def load_policy(self) -> None:
+        """Give every engine that holds another policy the one in force."""
+        self.workers.with_engines(lambda engine: hold(self.workers, engine, self.files, self.adapter, self.digest))
 
     async def generate(self, request: GenerateRequest, microgroup: list[Sample]) -> None:
         """Make, parse and write one microgroup, or find it kept. Raises StageError after the last try."""
@@ -84,7 +77,7 @@ class Dispatcher:
                 self._land(number, part)
                 return
             except self.workers.ray.exceptions.RayActorError as fault:
-                failures.append(f"engine-{index}: its process died ({str(fault).splitlines()[0]})")
+                failures.append(f"engine-{index}: its process died ({reason_of(fault)})")
                 await self._revive(index, engine)
             except self.workers.ray.exceptions.RayTaskError as fault:
                 failures.append(f"engine-{index}: {fault.cause or fault}")
@@ -153,22 +146,34 @@ class Dispatcher:
     async def _revive(self, index: int, dead: Any) -> None:
         """Replace a dead engine and give it the policy in force before it serves; once for all who met it."""
         async with self._reviving:
-            if self.workers.engine(index) is not dead:
-                return
-            engine = self.workers.replace_engine(index)
-            push = engine.load_policy.remote(self.files, self.adapter)
-            self._check(await asyncio.wait_for(_wait(push), self.workers.seconds))
+            if self.workers.engine(index) is dead:
+                await asyncio.to_thread(self._replace, index, dead)
 
-    def _check(self, reply: SyncReply) -> None:
-        if reply.policy_digest != self.digest or reply.modules_bound == 0:
-            raise StageError(
-                f"{reply.engine} reports policy {reply.policy_digest[:12]} on {reply.modules_bound} modules after it was "
-                f"given {self.digest[:12]}: it would generate from another policy"
-            )
+    def _replace(self, index: int, dead: Any) -> None:
+        self.workers.replace_engine(index, dead)
+        self.workers.with_engine(index, lambda e: hold(self.workers, e, self.files, self.adapter, self.digest))
 
     def _land(self, number: int, part: Part) -> None:
         self.parts[number] = part
         self.landed(number, part)
+
+
+def hold(workers: Workers, engine: Any, files: Files, adapter: Part, digest: str) -> None:
+    """See to it that an engine holds this policy: pushed from the store where it reports another."""
+    held = workers.get([engine.checksum.remote()], "an engine's checksum")[0]
+    if held != digest:
+        push(workers, engine, files, adapter, digest)
+
+
+def push(workers: Workers, engine: Any, files: Files, adapter: Part, digest: str) -> SyncReply:
+    """Push a policy to an engine. Raises StageError where it then reports another digest, or bound no module."""
+    reply: SyncReply = workers.get([engine.load_policy.remote(files, adapter)], "the policy push")[0]
+    if reply.policy_digest != digest or reply.modules_bound == 0:
+        raise StageError(
+            f"{reply.engine} reports policy {reply.policy_digest[:12]} on {reply.modules_bound} modules after the push of "
+            f"{digest[:12]}: the adapter did not arrive"
+        )
+    return reply
 
 
 async def _wait(reference: Any) -> Any:

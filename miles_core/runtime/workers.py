@@ -9,8 +9,9 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from miles_core.config import RunConfig
 from miles_core.errors import StageError
@@ -18,6 +19,13 @@ from miles_core.runtime.cluster import ray_cluster
 
 if TYPE_CHECKING:
     from miles_core.pipeline.inputs import Inputs
+
+
+T = TypeVar("T")
+
+
+class ProcessDied(StageError):
+    """An actor's process died during a call; the actor may be replaced and the call made again."""
 
 
 class Workers:
@@ -98,14 +106,36 @@ class Workers:
                 self.get([e.health.remote() for e in self._engines], "the start of the engines")
             return self._engines
 
-    def replace_engine(self, index: int) -> Any:
-        """A new engine in the place of a dead one; it holds no policy yet."""
+    def with_engine(self, index: int, work: Callable[[Any], T]) -> T:
+        """Do `work` with an engine; one whose process dies meanwhile is replaced and the work done with the new one.
+
+        Raises ProcessDied after --rollout-max-retries replacements. A new engine holds no policy.
+        """
+        for left in reversed(range(self.config.rollout.rollout_max_retries + 1)):
+            engine = self.engine(index)
+            try:
+                return work(engine)
+            except ProcessDied:
+                if not left or self.aborted:
+                    raise
+                self.replace_engine(index, engine)
+        raise AssertionError("the last try returns or raises")
+
+    def with_engines(self, work: Callable[[Any], T]) -> list[T]:
+        """Do `work` with every engine at once; results in order."""
+        count = self.config.cluster.rollout_num_engines
+        with ThreadPoolExecutor(count) as pool:
+            return list(pool.map(lambda index: self.with_engine(index, work), range(count)))
+
+    def replace_engine(self, index: int, dead: Any) -> Any:
+        """A new engine in the place of a dead one, unless that was done already; it holds no policy yet."""
         with self._starting["engines"]:
-            assert self._engines is not None
-            with contextlib.suppress(Exception):
-                self.ray.kill(self._engines[index])
-            self._engines[index] = self._new_engine(index)
-            return self._engines[index]
+            engines = self.engines()
+            if engines[index] is dead:
+                with contextlib.suppress(Exception):
+                    self.ray.kill(dead)
+                engines[index] = self._new_engine(index)
+            return engines[index]
 
     def parsers(self) -> list[Any]:
         """Processes that encode and write."""
@@ -169,12 +199,12 @@ class Workers:
                 f"{what} did not answer within {self.seconds / 60:.0f} minutes (--distributed-timeout-minutes); "
                 "run the same command again to resume"
             ) from None
+        except self.ray.exceptions.RayActorError as fault:
+            raise ProcessDied(
+                f"{what}: the process died ({reason_of(fault)}); run the same command again to resume"
+            ) from None
         except self.ray.exceptions.RayTaskError as fault:
             raise fault.cause if isinstance(fault.cause, Exception) else fault from None
-        except self.ray.exceptions.RayActorError as fault:
-            raise StageError(
-                f"{what}: the process died ({str(fault).splitlines()[0]}); run the same command again to resume"
-            ) from None
 
     def _kind(self, name: str, **options: Any) -> Any:
         if self.aborted:
@@ -216,3 +246,9 @@ class Workers:
         ]
         self.get(start, "the start of the trainer")
         return ranks
+
+
+def reason_of(fault: Exception) -> str:
+    """The line of an actor's death that says why: an error in its constructor stands at the end, others at the start."""
+    lines = [line for line in str(fault).splitlines() if line.strip()]
+    return lines[-1].strip() if "creation task" in lines[0] else lines[0].strip()

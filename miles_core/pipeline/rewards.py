@@ -100,6 +100,10 @@ class Scoring:
             try:
                 self._finished(ray.get(reference))
             except ray.exceptions.RayTaskError as fault:
+                if isinstance(fault.cause, FileExistsError):
+                    # Another command scores the same rollout the same way, in the same folder.
+                    self._send(part, tries)
+                    continue
                 raise fault.cause if isinstance(fault.cause, Exception) else fault from None
             except ray.exceptions.RayActorError as fault:
                 if self.step.workers.aborted or tries >= self.step.config.reward.reward_max_retries:

@@ -107,9 +107,9 @@ class TrainerRank:
         """Write the seeded adapter of policy/init. Raises StageError where the trainer holds another policy."""
         if self._held is None or self._global_step:
             raise StageError("policy/init is written by a trainer that has not trained yet")
-        return self._store(
-            files, out_dir, {ADAPTER_FILE: self._adapter_file(self._adapter())} if self.rank == 0 else {}
-        )
+        adapter = self._adapter()
+        mine = {ADAPTER_FILE: self._adapter_file(adapter)} if self.rank == 0 else {}
+        return self._store(files, out_dir, mine)
 
     def load(self, files: Files, parts: Sequence[Part], digest: str) -> None:
         """Take up a policy: the adapter alone (policy/init), or an update's checkpoint with moments, schedule, RNG.

@@ -249,8 +249,10 @@ def test_an_engine_and_a_scorer_killed_in_the_middle_change_nothing(place: Place
     assert place.on_line("faults", 0, "sync").rows == 2
 
 
-def test_the_ocr_recipe_runs(place: Place) -> None:
-    output = place.miles("train", "tiny-ocr", "--num-rollout", "1")
+def test_the_ocr_recipe_runs_on_two_ranks(place: Place, trained: str) -> None:
+    output = place.miles("train", "tiny-ocr", "--num-rollout", "1", "--actor-num-gpus-per-node", "2")
+    policy = place.on_line("tiny-ocr", -1, "policy").content_digest
+    assert policy == place.on_line("tiny", -1, "policy").content_digest
     assert "run tiny-ocr is done: 1 iterations computed" in output
     rewards = place.on_line("tiny-ocr", 0, "rewards")
     rows = [row for part in rewards.data for row in read_table(place.store("tiny-ocr").files, part).to_pylist()]

@@ -22,19 +22,22 @@ def option(default: Any, doc: str, *, affects: tuple[StageName, ...] = (), **con
 class Group(BaseModel):
     """A concern's fields. Frozen: a changed configuration is a new one, checked as a whole."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
-def _numbers(value: Any) -> Any:
+def _parts(value: Any) -> Any:
     if isinstance(value, str):
         return [part for part in re.split(r"[,\s]+", value.strip()) if part]
     return value
 
 
-def _names(value: Any) -> Any:
-    return _numbers(value)
+def _pair(value: Any) -> Any:
+    parts = _parts(value)
+    if isinstance(parts, list | tuple) and len(parts) != 2:
+        raise ValueError("two numbers are needed, written first,end")
+    return parts
 
 
-Ints = Annotated[tuple[int, ...], BeforeValidator(_numbers)]
-IntPair = Annotated[tuple[int, int], BeforeValidator(_numbers)]
-Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
+Ints = Annotated[tuple[int, ...], BeforeValidator(_parts)]
+IntPair = Annotated[tuple[int, int], BeforeValidator(_pair)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_parts)]

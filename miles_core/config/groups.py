@@ -75,7 +75,7 @@ class OptimizerGroup(Group):
         None, "shape of the WSD decay; unset: exponential", affects=("update",)
     )
     seed: int = option(
-        1234, "seed of the adapter's initial weights and of the trainer", affects=("policy", "update"), ge=0
+        1234, "seed of the adapter's initial weights and of the trainer", affects=("policy", "update"), ge=0, lt=2**31
     )
 
 
@@ -95,7 +95,7 @@ class RolloutGroup(Group):
         "which steps are SDE steps: sde_window or epoch_global_random_choice; unset: sde_window",
         affects=("rollout",),
     )
-    diffusion_num_steps: int = option(10, "denoising steps", affects=("rollout",), ge=1)
+    diffusion_num_steps: int = option(10, "denoising steps", affects=("rollout",), ge=1, le=1000)
     diffusion_num_sde_steps: int = option(
         0, "steps the strategy picks; 0: no strategy, every step", affects=("rollout",), ge=0
     )
@@ -116,15 +116,17 @@ class RolloutGroup(Group):
     diffusion_negative_prompt: str | None = option(
         None, "negative prompt of the guidance; unset: the empty prompt", affects=("rollout",)
     )
-    diffusion_height: int = option(512, "image height in pixels", affects=("rollout",), ge=16)
-    diffusion_width: int = option(512, "image width in pixels", affects=("rollout",), ge=16)
+    diffusion_height: int = option(512, "image height in pixels", affects=("rollout",), ge=16, le=16384)
+    diffusion_width: int = option(512, "image width in pixels", affects=("rollout",), ge=16, le=16384)
     diffusion_generator_device: Literal["cpu", "cuda"] = option(
         "cuda", "device the noise is drawn on", affects=("rollout",)
     )
     rollout_microgroup_size: int = option(
         1, "outputs a request; part of a result's identity", affects=("rollout",), ge=1
     )
-    rollout_seed: int = option(42, "seed of prompt order, samples and SDE steps", affects=("prompts", "rollout"), ge=0)
+    rollout_seed: int = option(
+        42, "seed of prompt order, samples and SDE steps", affects=("prompts", "rollout"), ge=0, lt=2**31
+    )
     rollout_parser_num_workers: int = option(1, "processes that encode and write what the engines return", ge=1)
     rollout_max_retries: int = option(2, "times a failed microgroup is tried on another engine", ge=0)
 

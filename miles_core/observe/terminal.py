@@ -16,7 +16,7 @@ class Terminal:
     """Prints progress: in place on a terminal, a line now and then elsewhere."""
 
     def __init__(self) -> None:
-        self._last: dict[str, float] = {}
+        self._last: dict[str, tuple[float, int]] = {}
 
     def say(self, what: str) -> None:
         """Something that takes a while begins."""
@@ -25,15 +25,18 @@ class Terminal:
     def progress(self, stage: str, done: int, total: int) -> None:
         """`done` of `total` samples or pairs of a stage."""
         now = time.monotonic()
-        started = self._last.setdefault(stage, now)
+        shown, before = self._last.get(stage, (now, 0))
+        if done < before:
+            shown = now
+        self._last[stage] = (shown, done)
         if done >= total:
-            self._last.pop(stage, None)
+            self._last.pop(stage)
             if sys.stdout.isatty():
                 print("\r\033[K", end="", flush=True)
         elif sys.stdout.isatty():
             print(f"\r\033[K  {stage:<11}{done}/{total}", end="", flush=True)
-        elif now - started > _EVERY_SECONDS:
-            self._last[stage] = now
+        elif now - shown > _EVERY_SECONDS:
+            self._last[stage] = (now, done)
             print(f"  {stage:<11}{done}/{total}", flush=True)
 
 

@@ -74,6 +74,14 @@ class RolloutFeed:
         """The committed rollout, once it is committed and every part was handed out."""
         return self._manifest
 
+    def committed_now(self) -> Manifest | None:
+        """The committed rollout, if it is committed by now; parts still waiting are passed over."""
+        while self._manifest is None and not self._queue.empty():
+            item = self._queue.get_nowait()
+            if isinstance(item, Manifest):
+                self._manifest = item
+        return self._manifest
+
     def wait_for_manifest(self) -> tuple[list[Part], Manifest]:
         """Parts not handed out yet, and the committed rollout."""
         parts = list(self._drain())

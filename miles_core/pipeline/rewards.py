@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from miles_core.errors import StageError
-from miles_core.pipeline.feed import RolloutFeed
+from miles_core.pipeline.feed import RolloutFeed, UpstreamFailed
 from miles_core.pipeline.stage import (
     Outcome,
     Product,
@@ -34,6 +34,7 @@ def score_behind(step: Step, feed: RolloutFeed) -> Outcome:
     rollout_fingerprint, prompts = feed.wait_for_begin()
     wanted = stage_fingerprint(step, "rewards", {"rollout": rollout_fingerprint})
     known = any(m.fingerprint == wanted for m in step.store.committed("rewards", step.iteration))
+    parts: list[Part] = []
     if known:
         parts, rollout = feed.wait_for_manifest()
         found = find_stage(step, "rewards", {"rollout": rollout})
@@ -42,18 +43,23 @@ def score_behind(step: Step, feed: RolloutFeed) -> Outcome:
     started = time.time()
     reason = why(step, "rewards", {})
     attempt = step.store.open_attempt("rewards", step.iteration, wanted, {}, resumable=True)
-    scoring = Scoring(step, attempt, prompts)
-    if known:
+    try:
+        scoring = Scoring(step, attempt, prompts)
         for part in parts:
             scoring.put(part)
-    else:
-        while (rollout_or_none := feed.manifest) is None:
-            part_or_none = feed.next(timeout=0.05)
-            if part_or_none:
-                scoring.put(part_or_none)
+        while feed.manifest is None:
+            landed = feed.next(timeout=0.05)
+            if landed:
+                scoring.put(landed)
             scoring.poll()
-        rollout = rollout_or_none
-    product = scoring.finish()
+        product, rollout = scoring.finish(), feed.manifest
+    except UpstreamFailed:
+        raise
+    except Exception:
+        for consumed in (prompts, feed.committed_now()):
+            if consumed:
+                step.store.verify(consumed)
+        raise
     manifest = commit_stage(step, attempt, {"rollout": rollout}, product, started)
     return Outcome(manifest, False, reason, time.time() - started)
 

@@ -1,7 +1,8 @@
 """How any stage runs: fingerprint, look for a committed attempt, else compute and commit, and say why."""
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -106,9 +107,21 @@ def run_stage(step: Step, stage: StageName, upstream: Upstreams, compute: Comput
     reason = why(step, stage, upstream)
     wanted = stage_fingerprint(step, stage, {n: m.fingerprint for n, m in upstream.items()})
     attempt = step.store.open_attempt(stage, step.iteration, wanted, upstream, resumable=stage in RESUMABLE)
-    product = compute(step, attempt, upstream)
+    with checked_on_failure(step, upstream):
+        product = compute(step, attempt, upstream)
     manifest = commit_stage(step, attempt, upstream, product, started)
     return Outcome(manifest, False, reason, time.time() - started)
+
+
+@contextlib.contextmanager
+def checked_on_failure(step: Step, upstream: Upstreams) -> Iterator[None]:
+    """Where a stage fails, look whether what it consumed is damaged: then the next try makes that again."""
+    try:
+        yield
+    except Exception:
+        for manifest in upstream.values():
+            step.store.verify(manifest)
+        raise
 
 
 def commit_stage(step: Step, attempt: Attempt, upstream: Upstreams, product: Product, started: float) -> Manifest:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from miles_core.config import RunConfig
-from miles_core.errors import StageError
+from miles_core.errors import InputError, StageError
 from miles_core.runtime.cluster import ray_cluster
 
 if TYPE_CHECKING:
@@ -88,6 +88,17 @@ class Workers:
             return chosen
         return "cuda" if self.ray.cluster_resources().get("GPU", 0) else "cpu"
 
+    def need_devices(self) -> None:
+        """Raises InputError where the run needs more GPUs than there are: Ray would wait for them for ever."""
+        cluster = self.config.cluster
+        ranks = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
+        wanted, there = ranks + cluster.rollout_num_engines, int(self.ray.cluster_resources().get("GPU", 0))
+        if self.device == "cuda" and there < wanted:
+            raise InputError(
+                f"{ranks} trainer ranks and {cluster.rollout_num_engines} engines take a GPU each and the Ray cluster has "
+                f"{there}: give --device cpu, or fewer by --actor-num-gpus-per-node and --rollout-num-engines"
+            )
+
     @property
     def seconds(self) -> float:
         """Limit of one actor call."""
@@ -101,6 +112,7 @@ class Workers:
         """All engines, started."""
         with self._starting["engines"]:
             if self._engines is None:
+                self.need_devices()
                 self.say("starting the engines")
                 self._engines = [self._new_engine(i) for i in range(self.config.cluster.rollout_num_engines)]
                 self.get([e.health.remote() for e in self._engines], "the start of the engines")
@@ -224,6 +236,7 @@ class Workers:
         )
 
     def _start_trainer(self) -> list[Any]:
+        self.need_devices()
         self.say("starting the trainer")
         cluster = self.config.cluster
         world, device = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node, self.device

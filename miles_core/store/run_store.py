@@ -15,7 +15,7 @@ from miles_core.errors import InputError, StageError
 from miles_core.store.digest import canonical_json
 from miles_core.store.files import DamagedError, Files
 from miles_core.store.manifest import Manifest, Upstream, read_manifest, stage_digest
-from miles_core.store.parts import Part
+from miles_core.store.parts import Part, read_bytes
 from miles_core.store.stages import STAGES, StageName
 
 RUN_SCHEMA_VERSION = 1
@@ -146,7 +146,14 @@ class RunStore:
         return None
 
     def damage(self, manifest: Manifest) -> str | None:
-        """Why a committed attempt cannot be used: a part that is missing or of another length; None if whole."""
+        """Why a committed attempt cannot be used: a part that is missing or of another length, or one whose content
+        was found altered before; None if whole."""
+        try:
+            return str(json.loads(self.files.read(f"{manifest.folder}/damaged.json"))["why"])
+        except FileNotFoundError:
+            pass
+        except (ValueError, KeyError, TypeError):
+            return f"{self.files.url(manifest.folder)}/damaged.json is there"
         for part in manifest.parts:
             try:
                 size = self.files.size(part.path)
@@ -155,6 +162,14 @@ class RunStore:
             if size != part.bytes:
                 return f"{self.files.url(part.path)} has {size} bytes, its manifest says {part.bytes}"
         return None
+
+    def verify(self, manifest: Manifest) -> None:
+        """Read every part; what is altered is noted beside the manifest, so that the stage is made again."""
+        for part in manifest.parts:
+            try:
+                read_bytes(self.files, part)
+            except DamagedError as damage:
+                self.files.create(f"{manifest.folder}/damaged.json", canonical_json({"why": str(damage)}))
 
     def open_attempt(
         self, stage: StageName, iteration: int, fingerprint: str, upstream: dict[str, Manifest], *, resumable: bool

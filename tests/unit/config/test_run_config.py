@@ -63,6 +63,12 @@ def test_every_flag_of_the_reference_is_a_field_or_refused_by_name() -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"lr": "x"}, "--lr 'x'"),
     ({"lr": -1}, "--lr -1"),
+    ({"lr": "inf"}, "--lr 'inf'"),
+    ({"lr": "nan"}, "--lr 'nan'"),
+    ({"diffusion_guidance_scale": "inf"}, "--diffusion-guidance-scale 'inf'"),
+    ({"rollout_seed": 2**31}, "--rollout-seed"),
+    ({"diffusion_height": 1 << 20}, "--diffusion-height"),
+    ({"diffusion_num_sde_steps": 1, "diffusion_sde_window_range": "3"}, "two numbers are needed, written first,end"),
     ({"num_rollout": 0}, "--num-rollout 0"),
     (
         {"rollout_batch_size": 4, "n_samples_per_prompt": 4, "global_batch_size": 3},

@@ -73,6 +73,8 @@ COMMANDS: dict[str, tuple[Prepare, tuple[str, ...]]] = {
         lambda home: ["train", "tiny", "--num-steps-per-rollout", "3"],
         ("rollout_batch_size", "--num-steps-per-rollout 3"),
     ),
+    "options before the recipe": (lambda home: ["train", "--num-rollout", "1", "tiny"], ("before the options",)),
+    "no recipe": (lambda home: ["train"], ("recipe",)),
     "unknown recipe": (lambda home: ["train", "nope"], ("nope", "tiny")),
     "missing model": (lambda home: ["train", "tiny", "--hf-checkpoint", str(home / "none")], ("none",)),
     "folder without a model": (lambda home: ["train", "tiny", "--hf-checkpoint", str(home)], ("model_index.json",)),

@@ -14,7 +14,7 @@ from miles_core.pipeline.inputs import Inputs
 from miles_core.pipeline.stage import Outcome, Product, Step, run_stage
 from miles_core.pipeline.upstream import line
 from miles_core.runtime.workers import Workers
-from miles_core.store.files import Files
+from miles_core.store.files import DamagedError, Files
 from miles_core.store.manifest import Manifest
 from miles_core.store.parts import read_table, write_table
 from miles_core.store.run_store import Attempt, RunStore
@@ -152,3 +152,28 @@ def test_a_non_finite_reward_stops_the_stage(store: RunStore) -> None:
 def test_what_is_missing_upstream_is_named(store: RunStore) -> None:
     with pytest.raises(StageError, match="rollout of iteration 0 is not committed"):
         line(step(store), "rollout", 0)
+
+
+def test_an_altered_part_is_found_when_it_is_read_and_made_again_on_the_next_try(
+    store: RunStore, tmp_path: Path
+) -> None:
+    upstream = rewards(store, (1.0, 2.0, 3.0, 3.0))
+    path = tmp_path / upstream.data[0].path
+    data = bytearray(path.read_bytes())
+    data[40] ^= 1
+    path.write_bytes(data)
+    assert store.damage(upstream) is None
+    with pytest.raises(DamagedError, match="SHA-256"):
+        normalized(step(store), upstream)
+    assert "SHA-256" in (store.damage(upstream) or "")
+    again = rewards(store, (1.0, 2.0, 3.0, 3.0))
+    assert again.attempt == f"{upstream.attempt}.2"
+    assert again.content_digest == upstream.content_digest
+    assert not normalized(step(store), again).reused
+
+
+def test_a_failure_of_another_kind_marks_nothing(store: RunStore) -> None:
+    upstream = rewards(store, (1.0, float("inf")))
+    with pytest.raises(StageError):
+        normalized(step(store), upstream)
+    assert store.damage(upstream) is None

@@ -27,6 +27,7 @@ from transformers import (
     T5EncoderModel,
     T5Tokenizer,
 )
+from transformers.utils import logging as transformers_logging
 
 from miles_core.errors import InputError
 
@@ -44,6 +45,7 @@ def make_tiny_sd3(folder: Path, seed: int = 0) -> Path:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder} exists already and is not an empty folder: give a new one or empty it.")
     folder.parent.mkdir(parents=True, exist_ok=True)
+    transformers_logging.disable_progress_bar()
     unfinished = folder.parent / f".{folder.name}.{uuid.uuid4().hex}"
     try:
         cast(Any, tiny_sd3_pipeline(seed)).save_pretrained(unfinished, safe_serialization=True)

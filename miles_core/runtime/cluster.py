@@ -60,6 +60,7 @@ def ray_cluster(state: Path, code_path: str | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_head(state: Path) -> Iterator[str]:
+    end_left_heads(state)
     folder = Path(tempfile.mkdtemp(prefix="miles-ray-"))
     port = _free_port()
     environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}
@@ -101,8 +102,20 @@ def _own_head(state: Path) -> Iterator[str]:
 
 def _remember(record: Path, pid: int, folder: Path) -> None:
     record.parent.mkdir(parents=True, exist_ok=True)
-    entry = {"pid": pid, "created": psutil.Process(pid).create_time(), "folder": str(folder), "owner": os.getpid()}
+    entry = {"head": _identity(pid), "owner": _identity(os.getpid()), "folder": str(folder)}
     record.write_text(json.dumps(entry))
+
+
+def _identity(pid: int) -> list[float]:
+    """A process's number and start, which together are no other process's."""
+    return [pid, psutil.Process(pid).create_time()]
+
+
+def _alive(identity: list[float]) -> bool:
+    try:
+        return _identity(int(identity[0])) == identity
+    except psutil.NoSuchProcess:
+        return False
 
 
 def end_left_heads(state: Path) -> int:
@@ -110,10 +123,10 @@ def end_left_heads(state: Path) -> int:
     ended = 0
     for record in state.glob("ray-*.json"):
         entry = json.loads(record.read_text())
-        if psutil.pid_exists(entry["owner"]):
+        if _alive(entry["owner"]):
             continue
-        if psutil.pid_exists(entry["pid"]) and psutil.Process(entry["pid"]).create_time() == entry["created"]:
-            end_process_group(entry["pid"])
+        if _alive(entry["head"]):
+            end_process_group(int(entry["head"][0]))
             ended += 1
         shutil.rmtree(entry["folder"], ignore_errors=True)
         record.unlink(missing_ok=True)

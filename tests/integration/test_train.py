@@ -203,6 +203,7 @@ def test_a_larger_number_of_iterations_carries_on(place: Place, trained: str) ->
 
 def test_killed_in_the_middle_of_a_rollout_it_ends_with_the_same_bits(place: Place, trained: str) -> None:
     """kill -9 of the whole command once the first part has landed; the same command again."""
+    before = ray_processes()
     arguments = ["train", "tiny", "--num-rollout", "1", "--run-id", "killed"]
     process = subprocess.Popen([MILES, *arguments], env=place.environment(), stdout=subprocess.DEVNULL)
     folder = place.home / "artifacts/killed/iteration=000000/stage=rollout"
@@ -213,10 +214,12 @@ def test_killed_in_the_middle_of_a_rollout_it_ends_with_the_same_bits(place: Pla
     process.wait()
     assert parts
     assert not list(folder.glob("*/manifest.json"))
-    place.miles("down")
+    left = ray_processes() - before
+    assert left
     kept = {p: p.read_bytes() for p in folder.glob("*/data/*.parquet")}
     output = place.miles(*arguments)
     assert re.search(r"rollout +computed .* microgroups kept", output)
+    assert not ray_processes() & left
     assert all(p.read_bytes() == data for p, data in kept.items())
     mine, other = place.digests("killed", 1), place.digests("tiny", 1)
     assert mine == other

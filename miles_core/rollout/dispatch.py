@@ -19,6 +19,10 @@ from miles_core.store.parts import Part
 _DEPTH = 2
 
 
+class ParserDied(StageError):
+    """The process that was writing a microgroup died; Ray starts it again, and the microgroup is made again."""
+
+
 class Dispatcher:
     """Implements rollout_function.Generator over a run's engines and parsers.
 
@@ -76,6 +80,8 @@ class Dispatcher:
                 part = await self._attempt(engine, number, request, microgroup, identity)
                 self._land(number, part)
                 return
+            except ParserDied as fault:
+                failures.append(str(fault))
             except self.workers.ray.exceptions.RayActorError as fault:
                 failures.append(f"engine-{index}: its process died ({reason_of(fault)})")
                 await self._revive(index, engine)
@@ -104,11 +110,17 @@ class Dispatcher:
             described = identity in self.conditioning
             call = self._write(number, result, request, microgroup, identity, not described)
             if not described:
-                part, conditioning = await asyncio.wait_for(_wait(call), self.workers.seconds)
-                self.conditioning[identity] = conditioning
+                part, self.conditioning[identity] = await self._parsed(call)
                 return part
-        part, _ = await asyncio.wait_for(_wait(call), self.workers.seconds)
+        part, _ = await self._parsed(call)
         return part
+
+    async def _parsed(self, call: Any) -> tuple[Part, Any]:
+        try:
+            written: tuple[Part, Any] = await asyncio.wait_for(_wait(call), self.workers.seconds)
+        except self.workers.ray.exceptions.RayActorError as fault:
+            raise ParserDied(f"the parser's process died ({reason_of(fault)})") from None
+        return written
 
     def _write(
         self, number: int, result: Any, request: GenerateRequest, group: list[Sample], identity: str, describe: bool

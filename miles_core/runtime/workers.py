@@ -153,7 +153,7 @@ class Workers:
         """Processes that encode and write."""
         with self._starting["parsers"]:
             if self._parsers is None:
-                kind = self._kind("ParserActor", num_cpus=0)
+                kind = self._kind("ParserActor", num_cpus=0, max_restarts=-1)
                 self._parsers = [kind.remote() for _ in range(self.config.rollout.rollout_parser_num_workers)]
             return self._parsers
 

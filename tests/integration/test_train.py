@@ -225,8 +225,8 @@ def test_killed_in_the_middle_of_a_rollout_it_ends_with_the_same_bits(place: Pla
     assert mine == other
 
 
-def test_an_engine_and_a_scorer_killed_in_the_middle_change_nothing(place: Place, trained: str) -> None:
-    """kill -9 of one of two engines and of the scorer while the rollout goes on: replaced, and the same rows."""
+def test_an_engine_a_scorer_and_a_parser_killed_in_the_middle_change_nothing(place: Place, trained: str) -> None:
+    """kill -9 of one of two engines, of the scorer and of the parser while the rollout goes on: replaced, and the same rows."""
     arguments = ["train", "tiny", "--num-rollout", "1", "--run-id", "faults", "--rollout-num-engines", "2"]
     process = subprocess.Popen(
         [MILES, *arguments], env=place.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -234,19 +234,21 @@ def test_an_engine_and_a_scorer_killed_in_the_middle_change_nothing(place: Place
     folder = place.home / "artifacts/faults/iteration=000000/stage=rollout"
     killed: dict[str, int] = {}
     deadline = time.monotonic() + 240
-    while len(killed) < 2 and time.monotonic() < deadline and process.poll() is None:
+    while len(killed) < 3 and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.02)
         if not list(folder.glob("*/attempt.json")):
             continue
         for actor in psutil.process_iter(["name", "cmdline"]):
-            kind = next((k for k in ("Engine", "Reward") if (actor.info["name"] or "").startswith(f"ray::{k}")), None)
+            kind = next(
+                (k for k in ("Engine", "Reward", "Parser") if (actor.info["name"] or "").startswith(f"ray::{k}")), None
+            )
             if kind and kind not in killed and f"{kind}Actor.__init__" not in " ".join(actor.info["cmdline"] or []):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     actor.kill()
                     killed[kind] = actor.pid
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
-    assert set(killed) == {"Engine", "Reward"}
+    assert set(killed) == {"Engine", "Reward", "Parser"}
     mine, other = place.digests("faults", 1), place.digests("tiny", 1)
     assert {k: v for k, v in mine.items() if k != "0/sync"} == {k: v for k, v in other.items() if k != "0/sync"}
     assert place.on_line("faults", 0, "sync").rows == 2

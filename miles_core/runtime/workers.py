@@ -115,7 +115,6 @@ class Workers:
                 self.need_devices()
                 self.say("starting the engines")
                 self._engines = [self._new_engine(i) for i in range(self.config.cluster.rollout_num_engines)]
-                self.get([e.health.remote() for e in self._engines], "the start of the engines")
             return self._engines
 
     def with_engine(self, index: int, work: Callable[[Any], T]) -> T:

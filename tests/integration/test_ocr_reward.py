@@ -13,12 +13,20 @@ import pytest
 import yaml
 from PIL import Image, ImageDraw, ImageFont
 
+from deployments.recipes import recipe
+from miles_core.data.data_source import DrawnSample, samples_to_table
 from miles_core.errors import StageError
+from miles_core.pipeline.feed import replay
+from miles_core.pipeline.inputs import Inputs
+from miles_core.pipeline.rewards import score_behind
+from miles_core.pipeline.stage import Product, Step, Upstreams, run_stage
 from miles_core.rewards.ocr import OcrReader, ocr_reward
 from miles_core.rewards.ocr_models import OcrDirs, ocr_model_dirs, ocr_models_digest
 from miles_core.rewards.worker import RewardWorker
+from miles_core.runtime.workers import Workers
 from miles_core.store.files import Files
 from miles_core.store.parts import Part, read_table, write_table
+from miles_core.store.run_store import Attempt, RunStore
 from miles_core.store.schemas import rollout_schema
 
 pytestmark = pytest.mark.integration
@@ -42,7 +50,9 @@ def png(image: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def rollout_part(files: Files, prompts: list[str], images: list[np.ndarray]) -> Part:
+def rollout_part(
+    files: Files, prompts: list[str], images: list[np.ndarray], path: str = "rollout.parquet", first: int = 0
+) -> Part:
     count = len(images)
     schema = rollout_schema(latent_shape=(1, 2, 2), positions=2, sde_steps=1, steps=2, latent_dtype=pa.float32())
     constant = {
@@ -67,15 +77,15 @@ def rollout_part(files: Files, prompts: list[str], images: list[np.ndarray]) -> 
         "row_digest": "",
     }
     rows = {name: [value] * count for name, value in constant.items()} | {
-        "sample_index": list(range(count)),
-        "group_index": list(range(count)),
+        "sample_index": list(range(first, first + count)),
+        "group_index": list(range(first, first + count)),
         "prompt": prompts,
         "seed": list(range(count)),
         "image": [{"bytes": png(image), "path": f"{i}.png"} for i, image in enumerate(images)],
         "height": [image.shape[0] for image in images],
         "width": [image.shape[1] for image in images],
     }
-    return write_table(files, "rollout.parquet", pa.table(rows, schema=schema))
+    return write_table(files, path, pa.table(rows, schema=schema))
 
 
 @pytest.fixture(scope="module")
@@ -223,3 +233,49 @@ print("READ", OcrReader({dirs.det!r}, {dirs.rec!r}, 0.5).read(np.asarray(Image.o
 @pytest.fixture
 def files(tmp_path: Path) -> Files:
     return Files(str(tmp_path / "root"))
+
+
+class TestStage:
+    """The stage itself: a committed rollout of drawn words, Ray scorers, a committed product."""
+
+    def test_known_partial_errors_through_the_real_stage(self, tmp_path: Path, dirs: OcrDirs) -> None:
+        prompts = [f'a sign that says "{target}"' for _, _, target, _ in EXAMPLES]
+        images = [picture(*lines) for _, lines, _, _ in EXAMPLES]
+        config = recipe("tiny-ocr")
+        inputs = Inputs(Path(), "m", "sd3", Path(), "p", (), ("ocr",), (dirs.det, dirs.rec), ocr_models_digest(*dirs))
+        store = RunStore(Files(str(tmp_path)), "r")
+        with Workers(config, inputs, tmp_path / "state") as workers:
+            workers.connect()
+            step = Step(config, inputs, store, workers, 0, moves_line=False)
+            drawn = run_stage(step, "prompts", {}, lambda s, a, u: Product([prompt_rows(s, a, prompts)])).manifest
+            parts = (0, 4, 8)
+
+            def rollout(step: Step, attempt: Attempt, upstream: Upstreams) -> Product:
+                made = [
+                    rollout_part(
+                        step.store.files,
+                        prompts[i : i + 4],
+                        images[i : i + 4],
+                        attempt.path(f"data/{i:08d}-1.parquet"),
+                        i,
+                    )
+                    for i in parts
+                ]
+                return Product(made)
+
+            made = run_stage(step, "rollout", {"prompts": drawn}, rollout).manifest
+            first = score_behind(step, replay(made, drawn))
+            again = score_behind(step, replay(made, drawn))
+        assert not first.reused
+        assert again.reused
+        rows = [row for part in first.manifest.data for row in read_table(store.files, part).to_pylist()]
+        found = {name: round(row["reward"], 6) for (name, *_), row in zip(EXAMPLES, rows, strict=True)}
+        assert found == {name: reward for name, _, _, reward in EXAMPLES}
+        assert len({reward for *_, reward in EXAMPLES}) >= 4
+        assert first.manifest.upstream["rollout"].content_digest == made.content_digest
+        assert first.manifest.summary["samples"] == len(EXAMPLES)
+
+
+def prompt_rows(step: Step, attempt: Attempt, prompts: list[str]) -> Part:
+    groups = [[DrawnSample(group_index=i, index=i, prompt=p, seed=i)] for i, p in enumerate(prompts)]
+    return write_table(step.store.files, attempt.path("data/prompts.parquet"), samples_to_table(groups))

@@ -238,12 +238,11 @@ def test_an_engine_a_scorer_and_a_parser_killed_in_the_middle_change_nothing(pla
         time.sleep(0.02)
         if not list(folder.glob("*/attempt.json")):
             continue
-        for actor in psutil.process_iter(["name", "cmdline"]):
-            kind = next(
-                (k for k in ("Engine", "Reward", "Parser") if (actor.info["name"] or "").startswith(f"ray::{k}")), None
-            )
-            if kind and kind not in killed and f"{kind}Actor.__init__" not in " ".join(actor.info["cmdline"] or []):
-                with contextlib.suppress(psutil.NoSuchProcess):
+        for actor in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                name, title = actor.name(), " ".join(actor.cmdline())
+                kind = next((k for k in ("Engine", "Reward", "Parser") if name.startswith(f"ray::{k}")), None)
+                if kind and kind not in killed and f"{kind}Actor.__init__" not in title:
                     actor.kill()
                     killed[kind] = actor.pid
     output, _ = process.communicate(timeout=300)
@@ -311,7 +310,6 @@ class TestReaders:
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_interrupted_it_ends_what_it_started_and_says_how_to_go_on(place: Place, name: str) -> None:
-    before = ray_processes()
     arguments = ["train", "tiny", "--num-rollout", "1", "--run-id", f"interrupted-{name.lower()}"]
     process = subprocess.Popen(
         [MILES, *arguments], env=place.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -320,9 +318,10 @@ def test_interrupted_it_ends_what_it_started_and_says_how_to_go_on(place: Place,
     deadline = time.monotonic() + 240
     while not list(folder.glob("*/attempt.json")) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert ray_processes() != before
+    own = {p.pid for p in psutil.Process(process.pid).children(recursive=True)}
+    assert own & ray_processes()
     process.send_signal(getattr(signal, name))
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 1, output
     assert output.rstrip().endswith("miles: interrupted; run the same command again to resume")
-    assert ray_processes() == before
+    assert not own & set(psutil.pids())

@@ -10,8 +10,8 @@ from miles_core.config import RunConfig
 from miles_core.config.folders import home
 from miles_core.config.overrides import from_mapping
 from miles_core.observe.terminal import Terminal
-from miles_core.pipeline.inputs import Inputs, resolve_inputs
-from miles_core.pipeline.run import Plan, begin_run, open_run, plan_run
+from miles_core.pipeline.inputs import Inputs
+from miles_core.pipeline.run import Plan, begin_run, inputs_of_run, open_run, plan_run
 from miles_core.pipeline.stage import Step
 from miles_core.runtime.workers import Workers
 from miles_core.store.run_store import RunStore
@@ -74,6 +74,6 @@ def run_session(run: str, root: str | None, overrides: dict[str, Any] | None = N
         yield shared
         return
     config = config.replace(**from_mapping(overrides or {}))
-    inputs = resolve_inputs(config)
+    inputs = inputs_of_run(store, config, overrides or {})
     with Workers(config, inputs, home() / "state", TERMINAL.say) as workers:
         yield Session(config, inputs, store, workers)

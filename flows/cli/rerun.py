@@ -1,14 +1,11 @@
 """miles rerun RUN ITER STAGE: one stage again, beside the run's line."""
 
-import os
-
 import typer
 
 from flows.cli.server import ensure_server, ui_address
-from miles_core.config.overrides import from_environment, from_flags
-from miles_core.pipeline.inputs import resolve_inputs
+from miles_core.config.overrides import from_flags
 from miles_core.pipeline.rerun import check_overrides, stages_of_rerun
-from miles_core.pipeline.run import existing_iteration, open_run
+from miles_core.pipeline.run import existing_iteration, inputs_of_run, open_run
 
 
 def rerun(
@@ -22,12 +19,13 @@ def rerun(
     artifact_root: str | None = typer.Option(None, help="Folder of all runs."),
 ) -> None:
     """Make a stage again with the inputs it had; options that affect it may differ. The run's line stays."""
-    overrides = from_environment(os.environ) | from_flags(context.args)
+    # Not the environment: what is set there for training would change a stage unseen.
+    overrides = from_flags(context.args)
     stages = stages_of_rerun(stage, downstream)
     check_overrides(overrides, stages)
     store, config = open_run(run, artifact_root)
     number = existing_iteration(store, iteration)
-    resolve_inputs(config.replace(**overrides))
+    inputs_of_run(store, config.replace(**overrides), overrides)
     api = ensure_server()
     print(f"Prefect UI {ui_address(api)}", flush=True)
     from flows.rerun_stage import rerun_stage

@@ -86,6 +86,8 @@ class RolloutGroup(Group):
         "",
         "diffusers pipeline: a folder, or tiny:sd3 for a random tiny SD3 made by code. Enters by what it holds, "
         "never by its name",
+        affects=("policy", "rollout", "update"),
+        by_content=True,
     )
     diffusion_model_family: Literal["sd3"] | None = option(
         None, "model family; unset: read from the pipeline", affects=("rollout", "update")
@@ -138,7 +140,10 @@ class DataGroup(Group):
     """
 
     prompt_data: str = option(
-        "", "prompts: .jsonl or one a line; tiny and tiny-ocr name sets that come with the package"
+        "",
+        "prompts: .jsonl or one a line; tiny and tiny-ocr name sets that come with the package. Enters by what it holds",
+        affects=("prompts",),
+        by_content=True,
     )
     input_key: str = option("input", "JSONL key of the prompt", affects=("prompts",))
     metadata_key: str = option("metadata", "JSONL key of the per-sample metadata", affects=("prompts",))
@@ -197,10 +202,16 @@ class RewardGroup(Group):
         0.5, "lines read with less confidence are left out", affects=("rewards",), ge=0, le=1
     )
     ocr_det_model_dir: str | None = option(
-        None, "PaddleOCR text detection model folder; unset: the installed wheel. Enters by what it holds"
+        None,
+        "PaddleOCR text detection model folder; unset: the installed wheel. Enters by what it holds",
+        affects=("rewards",),
+        by_content=True,
     )
     ocr_rec_model_dir: str | None = option(
-        None, "PaddleOCR text recognition model folder; unset: the installed wheel. Enters by what it holds"
+        None,
+        "PaddleOCR text recognition model folder; unset: the installed wheel. Enters by what it holds",
+        affects=("rewards",),
+        by_content=True,
     )
 
 

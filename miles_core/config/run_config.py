@@ -83,7 +83,7 @@ class RunConfig(Group):
     def affecting(self, stage: StageName) -> dict[str, Any]:
         """The fields, by name, that `stage`'s result depends on, as JSON values."""
         flat = self.flat()
-        return {name: _json(flat[name]) for name in FIELDS if stage in affects(name)}
+        return {name: _json(flat[name]) for name in FIELDS if stage in affects(name) and not by_content(name)}
 
     def replace(self, **changes: Any) -> "RunConfig":
         """A new configuration with these flat fields changed, validated as a whole.
@@ -108,6 +108,12 @@ def affects(name: str) -> tuple[StageName, ...]:
     """Stages whose result depends on the field directly."""
     extra = cast(dict[str, Any], FIELDS[name][1].json_schema_extra)
     return tuple(extra["affects"])
+
+
+def by_content(name: str) -> bool:
+    """Whether the field is a path that counts by what it names."""
+    extra = cast(dict[str, Any], FIELDS[name][1].json_schema_extra)
+    return bool(extra["by_content"])
 
 
 def build(nested: dict[str, dict[str, Any]]) -> RunConfig:

@@ -37,12 +37,12 @@ def epoch_order(rollout_seed: int, epoch: int, count: int) -> np.ndarray:
 
 
 def sample_seed(rollout_seed: int, group_index: int, n_samples_per_prompt: int, offset: int) -> int:
-    """Seed of the group's sample at `offset`: ((rollout_seed + group_index * n) mod 2^31 + offset) mod 2^31.
+    """Seed of the group's sample at `offset`: (rollout_seed + group_index * n) mod 2^31 + offset, as the engines count.
 
     Groups lie n apart, so no two samples of a run share a seed until 2^31 samples have been drawn.
     """
     base = (rollout_seed + group_index * n_samples_per_prompt) % SEED_MODULUS
-    return (base + offset) % SEED_MODULUS
+    return base + offset
 
 
 def pop_first(args: Any, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:

@@ -1,7 +1,7 @@
 """Prompt files: JSONL, one object a line, or text, one prompt a line. Every fault is told before a run starts."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from miles_core.errors import InputError
 from miles_core.rewards.quoted import target_fault
 from miles_core.rewards.rm_types import check_rm_type
+from miles_core.store.digest import canonical_json, sha256_hex
 
 PROMPT_SETS = {"tiny": "tiny.txt", "tiny-ocr": "tiny-ocr.jsonl"}
 
@@ -50,11 +51,17 @@ def load_prompts(
             text, metadata = _from_json(line, where, input_key, metadata_key)
         else:
             text, metadata = line.strip(), {}
+        _check_text(text, metadata, where)
         _check_scorer(text, metadata.get("rm_type"), rm_type, where)
         prompts.append(Prompt(len(prompts), text, metadata))
     if not prompts:
         raise InputError(f"{path} holds no prompt: write one a line")
     return prompts
+
+
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    """Digest of what a prompt file means: text and metadata of its prompts in order, however it spells them."""
+    return sha256_hex(canonical_json([[prompt.text, prompt.metadata] for prompt in prompts]))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -108,6 +115,15 @@ def _from_json(line: str, where: str, input_key: str, metadata_key: str) -> tupl
             f"{where} holds half of a surrogate pair (\\ud800 to \\udfff): write the character itself"
         ) from None
     return text, metadata
+
+
+def _check_text(text: str, metadata: dict[str, Any], where: str) -> None:
+    try:
+        canonical_json([text, metadata])
+    except UnicodeEncodeError:
+        raise InputError(
+            f"{where} holds half of a surrogate pair, which is no text: write the character itself"
+        ) from None
 
 
 def _check_scorer(text: str, own: object, run: str | None, where: str) -> None:

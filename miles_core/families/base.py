@@ -143,7 +143,7 @@ class DiffusersModelBackend:
     def _module(self, folder: Path, name: str, dtype: torch.dtype) -> nn.Module:
         kind = self._component(folder, name)
         keyword = "torch_dtype" if kind.__module__.startswith("diffusers") else "dtype"
-        module = kind.from_pretrained(folder / name, local_files_only=True, **{keyword: dtype})
+        module = kind.from_pretrained(folder / name, local_files_only=True, use_safetensors=True, **{keyword: dtype})
         return cast(nn.Module, module).eval()
 
     def _component(self, folder: Path, name: str) -> Any:

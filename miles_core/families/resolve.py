@@ -25,6 +25,7 @@ TINY_SD3_FOLDER = "tiny-stable-diffusion-3.5-medium"
 
 _FAMILIES = {"StableDiffusion3Pipeline": "sd3"}
 _SUFFIXES = {".safetensors", ".json", ".txt", ".model", ".jinja"}
+_PICKLED = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _BLOCK = 1 << 22
 
@@ -53,6 +54,13 @@ def resolve_checkpoint(hf_checkpoint: str, data_folder: Path) -> Path:
         raise InputError(
             f"--hf-checkpoint {hf_checkpoint} holds no model_index.json: give a diffusers pipeline folder."
         )
+    for component in sorted(p for p in folder.iterdir() if p.is_dir()):
+        pickled = sorted(p.name for p in component.iterdir() if p.suffix in _PICKLED)
+        if pickled and not any(component.glob("*.safetensors")):
+            raise InputError(
+                f"--hf-checkpoint {hf_checkpoint}: {component.name}/{pickled[0]} is a pickle, which can run code when it is "
+                "loaded: convert the pipeline to safetensors."
+            )
     return folder
 
 

@@ -1,12 +1,11 @@
 """The input files of a run, resolved, checked and digested before anything starts."""
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
 from miles_core.config import RunConfig
 from miles_core.config.folders import home
-from miles_core.data.prompts import Prompt, load_prompts, resolve_prompt_path
+from miles_core.data.prompts import Prompt, load_prompts, prompts_digest, resolve_prompt_path
 from miles_core.errors import InputError
 from miles_core.families.resolve import checkpoint_digest, family_of, resolve_checkpoint
 from miles_core.rewards.ocr_models import ocr_model_dirs, ocr_models_digest
@@ -30,7 +29,7 @@ class Inputs:
 
     def affecting(self, stage: StageName) -> dict[str, str]:
         """Digests of the input files that a stage reads, by role."""
-        if stage == "policy":
+        if stage in ("policy", "rollout", "update"):
             return {"checkpoint": self.checkpoint_digest}
         if stage == "prompts":
             return {"prompt_data": self.prompts_digest}
@@ -66,7 +65,7 @@ def resolve_inputs(config: RunConfig) -> Inputs:
         checkpoint_digest=checkpoint_digest(checkpoint),
         family=config.rollout.diffusion_model_family or family_of(checkpoint),
         prompt_path=prompt_path,
-        prompts_digest=hashlib.sha256(prompt_path.read_bytes()).hexdigest(),
+        prompts_digest=prompts_digest(prompts),
         prompts=tuple(prompts),
         components=tuple(components),
         ocr_folders=ocr,

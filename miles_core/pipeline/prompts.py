@@ -3,6 +3,8 @@
 import json
 
 from miles_core.data.data_source import RolloutDataSourceWithBuffer, samples_to_table
+from miles_core.data.prompts import prompts_digest
+from miles_core.errors import StageError
 from miles_core.pipeline.stage import Product, Step, Upstreams
 from miles_core.store.digest import canonical_json
 from miles_core.store.parts import read_bytes, write_file, write_table
@@ -13,6 +15,11 @@ def draw(step: Step, attempt: Attempt, upstream: Upstreams) -> Product:
     """Draw rollout_batch_size prompts from where the previous iteration left the data source."""
     files = step.store.files
     source = RolloutDataSourceWithBuffer(step.config.args())
+    if prompts_digest(source.prompts) != step.inputs.prompts_digest:
+        raise StageError(
+            f"{step.inputs.prompt_path} changed while the run went on: put the old content back and run the same command "
+            "again, or start another run"
+        )
     if "prompts" in upstream:
         (state,) = upstream["prompts"].under("state.json")
         source.load_state_dict(json.loads(read_bytes(files, state)))

@@ -28,10 +28,10 @@ def check_overrides(overrides: dict[str, Any], stages: tuple[StageName, ...]) ->
         wanted = affects(name)
         if name in ("run_id", "new", "artifact_root", "num_rollout"):
             raise InputError(f"{flag(name)} has no meaning in a rerun: leave it out")
+        if "policy" in wanted:
+            raise InputError(f"{flag(name)} belongs to the whole run, not to a stage of it: start another run")
         if wanted and not set(wanted) & set(stages):
-            way = "policy/init belongs to the whole run, start another one"
-            if wanted != ("policy",):
-                way = f"rerun {next(s for s in ITERATION_STAGES if s in wanted)}, or an earlier stage with --downstream"
+            way = f"rerun {next(s for s in ITERATION_STAGES if s in wanted)}, or an earlier stage with --downstream"
             raise InputError(f"{flag(name)} affects {', '.join(wanted)}, not {', '.join(stages)}: {way}")
         assert name in FIELDS
 

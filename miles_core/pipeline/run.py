@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from miles_core.config import FIELDS, RunConfig, affects, build, flag
+from miles_core.config import FIELDS, RunConfig, affects, build, by_content, flag
 from miles_core.config.folders import artifact_root
 from miles_core.errors import InputError
 from miles_core.pipeline.inputs import Inputs, resolve_inputs
@@ -26,7 +26,7 @@ class Plan:
 def meaning_of(config: RunConfig, inputs: Inputs) -> dict[str, Any]:
     """All that a run's results depend on: affecting fields, and input files by digest."""
     flat = config.flat()
-    fields = {name: flat[name] for name in FIELDS if affects(name)}
+    fields = {name: flat[name] for name in FIELDS if affects(name) and not by_content(name)}
     plain = {name: list(v) if isinstance(v, tuple) else v for name, v in fields.items()}
     return {"fields": plain, "inputs": inputs.all()}
 
@@ -77,6 +77,29 @@ def open_run(name: str, root: str | None = None) -> tuple[RunStore, RunConfig]:
     if record is None:
         raise InputError(f"there is no run {name} under {files.root}: `miles runs` lists those there are")
     return store, build(record["config"])
+
+
+ROLES = {
+    "checkpoint": ("hf_checkpoint",),
+    "prompt_data": ("prompt_data",),
+    "ocr_models": ("ocr_det_model_dir", "ocr_rec_model_dir"),
+}
+
+
+def inputs_of_run(store: RunStore, config: RunConfig, overrides: dict[str, Any]) -> Inputs:
+    """The inputs of an existing run, which must hold what they held when it began.
+
+    An input that `overrides` names may differ. Raises InputError for any other.
+    """
+    inputs = resolve_inputs(config)
+    recorded = (store.record() or {})["meaning"]["inputs"]
+    for role, digest in inputs.all().items():
+        if role in recorded and recorded[role] != digest and not set(ROLES[role]) & set(overrides):
+            raise InputError(
+                f"{flag(ROLES[role][0])} has another content than when run {store.run} began: put the old one back, or "
+                "start another run"
+            )
+    return inputs
 
 
 def existing_iteration(store: RunStore, given: str) -> int:

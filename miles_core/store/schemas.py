@@ -78,7 +78,7 @@ PROMPTS = _schema(
     [
         *_SAMPLE,
         column("prompt", pa.string(), "prompt text"),
-        column("seed", pa.int64(), "seed of this sample's noise: (rollout_seed + group_index * n + offset) mod 2^31"),
+        column("seed", pa.int64(), "seed of this sample's noise: (rollout_seed + group_index * n) mod 2^31 + offset"),
         column("prompt_index", pa.int64(), "row of the prompt in the prompt file, from 0"),
         column("epoch", pa.int64(), "pass over the prompt file, from 0"),
         column("metadata", pa.string(), "the prompt's metadata as JSON"),

@@ -111,7 +111,7 @@ class TestGroupsAndSeeds:
 
     def test_seeds_wrap_at_two_to_the_31(self) -> None:
         assert sample_seed(2**31 - 1, 0, 4, 0) == 2**31 - 1
-        assert sample_seed(2**31 - 1, 0, 4, 1) == 0
+        assert sample_seed(2**31 - 1, 0, 4, 1) == 2**31
         assert sample_seed(2**31 - 1, 1, 4, 2) == 5
         assert sample_seed(7, 2**30, 2, 1) == 8
 

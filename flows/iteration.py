@@ -33,7 +33,7 @@ def iteration(run: str, iteration: int, artifact_root: str | None = None) -> Non
         iteration: number of the iteration, from 0; the ones before it must be committed.
         artifact_root: folder of all runs; unset: MILES_ARTIFACT_ROOT, else the user's data folder.
     """
-    with run_session(run, artifact_root) as session:
+    with run_session(run, artifact_root, moves_line=True) as session:
         step = session.step(iteration, flow_run_id=flow_run.id)
         if iteration == 0:
             commit(initialize_policy, step)

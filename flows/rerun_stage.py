@@ -44,7 +44,7 @@ def rerun_stage(
     changes = from_mapping(overrides or {})
     stages = stages_of_rerun(stage, downstream)
     check_overrides(changes, stages)
-    with run_session(run, artifact_root, changes) as session:
+    with run_session(run, artifact_root, changes, moves_line=False) as session:
         existing_iteration(session.store, str(iteration))
         step = session.step(iteration, moves_line=False, flow_run_id=flow_run.id)
         made: dict[StageName, Manifest] = {}
@@ -61,7 +61,7 @@ def _run(step: Step, stage: StageName, made: dict[StageName, Manifest]) -> Manif
         return commit(generate_rollout, step, upstream["prompts"], upstream["policy"], RolloutFeed())
     if stage == "rewards":
         rollout = upstream["rollout"]
-        prompts = step.store.manifest("prompts", step.iteration, rollout.upstream["prompts"].attempt)
+        prompts = step.store.product(rollout.upstream["prompts"])
         if prompts is None:
             raise InputError(f"the prompts {rollout.folder} was made from are gone: `miles train` makes them afresh")
         return commit(score_rewards, step, replay(rollout, prompts))

@@ -11,7 +11,7 @@ from miles_core.config.folders import home
 from miles_core.config.overrides import from_mapping
 from miles_core.observe.terminal import Terminal
 from miles_core.pipeline.inputs import Inputs
-from miles_core.pipeline.run import Plan, begin_run, inputs_of_run, open_run, plan_run
+from miles_core.pipeline.run import Plan, begin_run, inputs_of_run, line_lock, open_run, plan_run
 from miles_core.pipeline.stage import Step
 from miles_core.runtime.workers import Workers
 from miles_core.store.run_store import RunStore
@@ -51,6 +51,11 @@ def plan(recipe: str, overrides: dict[str, Any]) -> Plan:
 def train_session(recipe: str, overrides: dict[str, Any]) -> Iterator[Session]:
     """The session of a train run; run.json is written here."""
     planned = plan(recipe, overrides)
+    with line_lock(planned.store):
+        yield from _train(planned, recipe)
+
+
+def _train(planned: Plan, recipe: str) -> Iterator[Session]:
     begin_run(planned, recipe, planned.config.run.code_path or os.getcwd())
     with Workers(planned.config, planned.inputs, home() / "state", TERMINAL.say) as workers:
         session = Session(planned.config, planned.inputs, planned.store, workers)
@@ -63,7 +68,9 @@ def train_session(recipe: str, overrides: dict[str, Any]) -> Iterator[Session]:
 
 
 @contextlib.contextmanager
-def run_session(run: str, root: str | None, overrides: dict[str, Any] | None = None) -> Iterator[Session]:
+def run_session(
+    run: str, root: str | None, overrides: dict[str, Any] | None = None, *, moves_line: bool
+) -> Iterator[Session]:
     """A session of an existing run: the one that is open in this process, or one of its own.
 
     With overrides it is always one of its own, and nothing of it enters the run's record.
@@ -73,7 +80,11 @@ def run_session(run: str, root: str | None, overrides: dict[str, Any] | None = N
     if shared and not overrides:
         yield shared
         return
-    config = config.replace(**from_mapping(overrides or {}))
-    inputs = inputs_of_run(store, config, overrides or {})
+    with line_lock(store) if moves_line else contextlib.nullcontext():
+        yield from _own(store, config.replace(**from_mapping(overrides or {})), overrides or {})
+
+
+def _own(store: RunStore, config: RunConfig, overrides: dict[str, Any]) -> Iterator[Session]:
+    inputs = inputs_of_run(store, config, overrides)
     with Workers(config, inputs, home() / "state", TERMINAL.say) as workers:
         yield Session(config, inputs, store, workers)

@@ -5,6 +5,7 @@ import datetime
 import typer
 
 from miles_core.config.folders import artifact_root as root_of
+from miles_core.errors import InputError
 from miles_core.store.files import Files
 from miles_core.store.run_store import RunStore
 from miles_core.store.run_store import runs as names_of
@@ -17,7 +18,11 @@ def runs(artifact_root: str | None = typer.Option(None, help="Folder of all runs
     if not found:
         print(f"no runs under {files.root}")
     for name in found:
-        record = RunStore(files, name).record() or {}
+        try:
+            record = RunStore(files, name).record() or {}
+        except InputError as fault:
+            print(f"{name:<24} unreadable: {fault}")
+            continue
         done = sum(slot.endswith("/update") for slot in record["line"])
         wanted = record["config"]["run"]["num_rollout"]
         begun = datetime.datetime.fromtimestamp(record["created_at"]).isoformat(" ", "seconds")

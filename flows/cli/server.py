@@ -71,7 +71,7 @@ def _record(folder: Path) -> dict[str, Any] | None:
     try:
         record: dict[str, Any] = json.loads((folder / "server.json").read_text())
         alive = psutil.Process(record["pid"]).create_time() == record["created"]
-    except (FileNotFoundError, ValueError, KeyError, psutil.NoSuchProcess):
+    except (FileNotFoundError, ValueError, KeyError, TypeError, psutil.NoSuchProcess):
         return None
     return record if alive else None
 

@@ -2,13 +2,18 @@
 
 from miles_core.data.sample import Sample
 from miles_core.observe.metrics import log_rollout_data, metrics_line, train_metrics
-from miles_core.pipeline.stage import Step
+from miles_core.pipeline.stage import Step, checked_on_failure
 from miles_core.store.manifest import Manifest
 from miles_core.store.parts import read_table
 
 
 def log_iteration(step: Step, rollout: Manifest, rewards: Manifest, update: Manifest) -> None:
     """Print rollout and train metrics under the reference's names."""
+    with checked_on_failure(step, {"rewards": rewards}):
+        _print(step, rollout, rewards, update)
+
+
+def _print(step: Step, rollout: Manifest, rewards: Manifest, update: Manifest) -> None:
     columns = ["sample_index", "group_index", "reward"]
     samples = [
         Sample(group_index=row["group_index"], index=row["sample_index"], prompt="", seed=0, reward=row["reward"])

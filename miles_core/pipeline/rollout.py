@@ -1,5 +1,6 @@
 """rollout: microgroups to the engines under the policy in force, a part per microgroup as it lands."""
 
+import re
 from typing import Any
 
 import pyarrow as pa
@@ -16,6 +17,7 @@ from miles_core.store.run_store import Attempt
 from miles_core.weights.probe_spec import ProbeSpec
 
 PROBE = "probe.safetensors"
+_PART = re.compile(r"\d{8}-\d+\.parquet")
 
 
 class CommittedPrompts:
@@ -66,7 +68,8 @@ def _compute(step: Step, attempt: Attempt, upstream: Upstreams, feed: RolloutFee
     files, policy, size = step.store.files, upstream["policy"], step.config.rollout.rollout_microgroup_size
     table = pa.concat_tables([read_table(files, part) for part in upstream["prompts"].data])
     groups = table_to_samples(table)
-    existing = files.list(attempt.path("data"))
+    existing = [name for name in files.list(attempt.path("data")) if _PART.fullmatch(name)]
+    conditioning = _kept_conditioning(step, attempt)
     landed: list[Part] = []
 
     def land(number: int, part: Part) -> None:
@@ -84,9 +87,9 @@ def _compute(step: Step, attempt: Attempt, upstream: Upstreams, feed: RolloutFee
         name_part=lambda number: attempt.path(f"data/{_new_name(number, existing)}"),
         name_conditioning=lambda identity: attempt.path(f"conditioning/{identity}.parquet"),
         landed=land,
-        kept=_kept(step, attempt, existing, groups, size),
+        kept=_kept(step, attempt, existing, groups, size, conditioning),
     )
-    dispatcher.conditioning |= _kept_conditioning(step, attempt)
+    dispatcher.conditioning |= conditioning
     dispatcher.load_policy()
     probe = _probe(step, attempt, upstream)
     token = GENERATOR.set(dispatcher)
@@ -124,17 +127,28 @@ def _new_name(number: int, existing: list[str]) -> str:
     return existing[-1]
 
 
-def _kept(step: Step, attempt: Attempt, existing: list[str], groups: list[list[Sample]], size: int) -> dict[int, Part]:
-    """Whole parts that an earlier try of this attempt left, by microgroup."""
+def _kept(
+    step: Step,
+    attempt: Attempt,
+    existing: list[str],
+    groups: list[list[Sample]],
+    size: int,
+    conditioning: dict[str, Part],
+) -> dict[int, Part]:
+    """Whole parts that an earlier try of this attempt left, by microgroup, whose conditioning is whole too."""
     wanted = {s.index // size for group in groups for s in group}
     kept: dict[int, Part] = {}
     for name in existing:
         number = int(name.split("-")[0])
         if number in wanted and number not in kept:
             part = inspect_table(step.store.files, attempt.path(f"data/{name}"))
-            if part and part.rows == size:
+            if part and part.rows == size and _described_by(step, part) <= set(conditioning):
                 kept[number] = part
     return kept
+
+
+def _described_by(step: Step, part: Part) -> set[str]:
+    return set(read_table(step.store.files, part, ["conditioning_id"]).column("conditioning_id").to_pylist())
 
 
 def _kept_conditioning(step: Step, attempt: Attempt) -> dict[str, Part]:

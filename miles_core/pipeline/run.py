@@ -1,7 +1,12 @@
 """A run's identity: its name, what it means, and whether this command may carry it on."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from miles_core.config import FIELDS, RunConfig, affects, build, by_content, flag
 from miles_core.config.folders import artifact_root
@@ -42,13 +47,34 @@ def plan_run(config: RunConfig, recipe: str) -> Plan:
     record = store.record()
     meaning = meaning_of(config, inputs)
     if record is not None:
-        difference = _difference(record["meaning"], meaning)
-        if difference:
-            raise InputError(
-                f"run {name} was made with another meaning ({'; '.join(difference)}): give --new or another --run-id to "
-                "start a run of its own, or the old values to carry this one on"
-            )
+        _refuse_other_meaning(name, record["meaning"], meaning)
     return Plan(config, inputs, store, record is not None, meaning)
+
+
+def _refuse_other_meaning(name: str, then: dict[str, Any], now: dict[str, Any]) -> None:
+    difference = _difference(then, now)
+    if difference:
+        raise InputError(
+            f"run {name} was made with another meaning ({'; '.join(difference)}): give --new or another --run-id to "
+            "start a run of its own, or the old values to carry this one on"
+        )
+
+
+@contextlib.contextmanager
+def line_lock(store: RunStore) -> Iterator[None]:
+    """Hold the run's line: one command at a time moves it. The system frees it when the holder dies, however.
+
+    Raises InputError where another command holds it. For commands that see the same local folder.
+    """
+    path = Path(store.files.url(f"{store.run}/.lock"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(path, timeout=0):
+            yield
+    except Timeout:
+        raise InputError(
+            f"run {store.run} is being trained by another command: wait for it, end it, or give another --run-id"
+        ) from None
 
 
 def begin_run(plan: Plan, recipe: str, code_path: str) -> None:
@@ -65,6 +91,7 @@ def begin_run(plan: Plan, recipe: str, code_path: str) -> None:
     ):
         return
     record = plan.store.record() or {}
+    _refuse_other_meaning(plan.store.run, record["meaning"], plan.meaning)
     if record.get("config") != config:
         plan.store.update_record(config=config)
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 from miles_core.errors import StageError
 from miles_core.pipeline.policy import adapter_of, policy_version
 from miles_core.pipeline.rollout import PROBE, probe_spec
-from miles_core.pipeline.stage import Product, Step, Upstreams
+from miles_core.pipeline.stage import Product, Step, Upstreams, checked_on_failure
 from miles_core.store.manifest import Manifest
 from miles_core.store.parts import write_table
 from miles_core.store.run_store import Attempt
@@ -22,7 +22,8 @@ def push(step: Step, attempt: Attempt, upstream: Upstreams) -> Product:
 
     update = upstream["update"]
     workers, files = step.workers, step.store.files
-    before, trained = _rollout(step, update).under(PROBE)[0], update.under(PROBE)[0]
+    rollout = _rollout(step, update)
+    before, trained = rollout.under(PROBE)[0], update.under(PROBE)[0]
     tolerance = probe_tolerance(step.config.training.diffusion_forward_dtype)
     request, parser = probe_spec(step).request(), workers.parsers()[0]
 
@@ -44,7 +45,8 @@ def push(step: Step, attempt: Attempt, upstream: Upstreams) -> Product:
             "row_digest": "",
         }
 
-    rows = workers.with_engines(prove)
+    with checked_on_failure(step, {"rollout": rollout}):
+        rows = workers.with_engines(prove)
     part = write_table(files, attempt.path("data/engines.parquet"), pa.Table.from_pylist(rows, schema=SYNC))
     summary = {
         "engines": len(rows),
@@ -56,10 +58,10 @@ def push(step: Step, attempt: Attempt, upstream: Upstreams) -> Product:
 
 
 def _rollout(step: Step, update: Manifest) -> Manifest:
-    rollout = step.store.manifest("rollout", step.iteration, update.upstream["rollout"].attempt)
+    rollout = step.store.product(update.upstream["rollout"])
     if rollout is None:
         raise StageError(
-            f"the rollout {update.upstream['rollout'].attempt} that this update was made from is gone, and its probe "
-            "with it; run the same command again to make it afresh"
+            f"the rollout {update.upstream['rollout'].attempt} that this update was made from is gone or damaged, and its "
+            "probe with it; run the same command again to make it afresh"
         )
     return rollout

@@ -16,8 +16,8 @@ from PIL import Image
 from miles_core.errors import StageError
 from miles_core.rollout.protocol import GeneratedOutput, GenerateRequest, GenerateResult
 from miles_core.store.digest import ROW_DIGEST, canonical_json
-from miles_core.store.files import DamagedError, Files
-from miles_core.store.parts import Part, inspect_table, write_table
+from miles_core.store.files import Files
+from miles_core.store.parts import Part, remake_table, write_table
 from miles_core.store.schemas import CONDITIONING, rollout_schema
 
 PNG_COMPRESS_LEVEL = 1
@@ -63,7 +63,7 @@ class ParserWorker:
         )
         beside = None
         if conditioning_path is not None:
-            beside = _write_once(files, conditioning_path, conditioning_table(result, request, conditioning_id))
+            beside = remake_table(files, conditioning_path, conditioning_table(result, request, conditioning_id))
         return write_table(files, data_path, rows), beside
 
 
@@ -207,13 +207,3 @@ def _array(values: list, kind: pa.DataType) -> pa.Array:
         flat = torch.stack(values).reshape(-1).contiguous().numpy()
         return pa.FixedSizeListArray.from_arrays(pa.array(flat, kind.value_type), type=kind)
     return pa.array(values, kind)
-
-
-def _write_once(files: Files, path: str, table: pa.Table) -> Part:
-    try:
-        return write_table(files, path, table)
-    except FileExistsError:
-        part = inspect_table(files, path)
-    if part is None:
-        raise DamagedError(f"{files.url(path)} is damaged: remove it and run the same command again")
-    return part

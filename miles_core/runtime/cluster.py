@@ -62,6 +62,8 @@ def ray_cluster(state: Path, code_path: str | None = None) -> Iterator[None]:
 def _own_head(state: Path) -> Iterator[str]:
     end_left_heads(state)
     folder = Path(tempfile.mkdtemp(prefix="miles-ray-"))
+    record = state / f"{folder.name.removeprefix('miles-')}.json"
+    _remember(record, folder)
     port = _free_port()
     environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}
     log = (folder / "head.log").open("wb")
@@ -87,8 +89,6 @@ def _own_head(state: Path) -> Iterator[str]:
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )
-    record = state / f"ray-{head.pid}.json"
-    _remember(record, head.pid, folder)
     try:
         _wait_until_up(head, port, folder)
         yield f"127.0.0.1:{port}"
@@ -100,10 +100,12 @@ def _own_head(state: Path) -> Iterator[str]:
         record.unlink(missing_ok=True)
 
 
-def _remember(record: Path, pid: int, folder: Path) -> None:
+def _remember(record: Path, folder: Path) -> None:
+    """Note who starts a head in which folder, before it is started; whole or not at all."""
     record.parent.mkdir(parents=True, exist_ok=True)
-    entry = {"head": _identity(pid), "owner": _identity(os.getpid()), "folder": str(folder)}
-    record.write_text(json.dumps(entry))
+    unfinished = record.with_suffix(".tmp")
+    unfinished.write_text(json.dumps({"owner": _identity(os.getpid()), "folder": str(folder)}))
+    unfinished.replace(record)
 
 
 def _identity(pid: int) -> list[float]:
@@ -119,18 +121,33 @@ def _alive(identity: list[float]) -> bool:
 
 
 def end_left_heads(state: Path) -> int:
-    """End heads whose owner is gone; returns how many."""
+    """End heads whose owner is gone, known by the folder on their command line; returns how many."""
     ended = 0
     for record in state.glob("ray-*.json"):
-        entry = json.loads(record.read_text())
-        if _alive(entry["owner"]):
+        try:
+            entry = json.loads(record.read_text())
+            owner, folder = entry["owner"], str(entry["folder"])
+            if _alive(owner):
+                continue
+        except (ValueError, KeyError, TypeError, IndexError):
+            record.unlink(missing_ok=True)
             continue
-        if _alive(entry["head"]):
-            end_process_group(int(entry["head"][0]))
-            ended += 1
-        shutil.rmtree(entry["folder"], ignore_errors=True)
+        left = [pid for pid in psutil.pids() if _works_in(pid, folder)]
+        for pid in left:
+            end_process_group(pid)
+        ended += bool(left)
+        shutil.rmtree(folder, ignore_errors=True)
         record.unlink(missing_ok=True)
     return ended
+
+
+def _works_in(pid: int, folder: str) -> bool:
+    try:
+        return pid != os.getpid() and any(
+            word.startswith("--") and folder in word for word in psutil.Process(pid).cmdline()
+        )
+    except psutil.Error:
+        return False
 
 
 def end_process_group(pid: int, patience: float = 10) -> None:

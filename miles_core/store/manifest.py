@@ -95,6 +95,8 @@ def read_manifest(data: bytes, folder: str) -> Manifest:
         )
     parts = tuple(replace(Part(**p), path=f"{folder}/{p['path']}") for p in body.pop("parts"))
     upstream = {name: Upstream(**u) for name, u in body.pop("upstream").items()}
+    if not isinstance(body["summary"], dict):
+        raise TypeError("summary")
     return Manifest(folder=folder, parts=parts, upstream=upstream, **body)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from miles_core.store.digest import ROW_DIGEST, content_digest, tensor_digests, with_row_digests
+from miles_core.store.digest import ROW_DIGEST, content_digest, row_digests, tensor_digests, with_row_digests
 from miles_core.store.files import DamagedError, Files
 
 
@@ -65,6 +65,28 @@ def write_file(files: Files, path: str, data: bytes) -> Part:
     return file_part(path, data)
 
 
+def remake_file(files: Files, path: str, data: bytes) -> Part:
+    """Write a file beside the rows of an unfinished attempt, also over one that is not this content."""
+    part = file_part(path, data)
+    if not files.create(path, data) and files.read(path) != data:
+        files.replace(path, data)
+    return part
+
+
+def remake_table(files: Files, path: str, table: pa.Table) -> Part:
+    """Write a table beside the rows of an unfinished attempt; one that is there and whole is kept."""
+    try:
+        return write_table(files, path, table)
+    except FileExistsError:
+        part = inspect_table(files, path)
+    if part is None:
+        files.replace(path, encode_table(with_row_digests(table)))
+        part = inspect_table(files, path)
+    if part is None:
+        raise DamagedError(f"{files.url(path)} does not hold what was just written to it")
+    return part
+
+
 def read_bytes(files: Files, part: Part) -> bytes:
     """A part's bytes, checked. Raises DamagedError that names the file."""
     try:
@@ -86,12 +108,14 @@ def read_table(files: Files, part: Part, columns: list[str] | None = None) -> pa
 def inspect_table(files: Files, path: str) -> Part | None:
     """The part that an earlier attempt left under this path; None where it is not whole."""
     data = files.read(path)
+    # Whatever an altered file makes of the reader: it is not whole.
     try:
         table = pq.read_table(pa.BufferReader(data), page_checksum_verification=True)
         recorded = table.column(ROW_DIGEST).to_pylist()
-    except (pa.ArrowInvalid, OSError, KeyError):
+        computed = row_digests(table)
+    except Exception:
         return None
-    if with_row_digests(table).column(ROW_DIGEST).to_pylist() != recorded:
+    if computed != recorded:
         return None
     return Part(path, table.num_rows, len(data), hashlib.sha256(data).hexdigest(), content_digest(recorded))
 

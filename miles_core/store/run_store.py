@@ -19,6 +19,7 @@ from miles_core.store.parts import Part, read_bytes
 from miles_core.store.stages import STAGES, StageName
 
 RUN_SCHEMA_VERSION = 1
+_ATTEMPT = re.compile(r"[0-9a-f]{12}(\.\d+)?")
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
@@ -68,8 +69,10 @@ class RunStore:
         except FileNotFoundError:
             return None
         try:
-            record = json.loads(data)
-            version = record["schema_version"]
+            record: dict[str, Any] = json.loads(data)
+            version = int(record["schema_version"])
+            if not all(isinstance(record[key], dict) for key in ("config", "meaning", "line")):
+                raise TypeError
         except (ValueError, KeyError, TypeError):
             raise InputError(
                 f"{self.files.url(self.record_path)} is no run record: restore it from a copy, or use another --run-id"
@@ -116,7 +119,8 @@ class RunStore:
 
     def attempts(self, stage: StageName, iteration: int) -> list[str]:
         """Names of all attempts, committed or not, oldest number first."""
-        names = self.files.list(self.stage_folder(stage, iteration))
+        listed = self.files.list(self.stage_folder(stage, iteration))
+        names = [name for name in listed if _ATTEMPT.fullmatch(name)]
         return sorted(names, key=lambda n: (n.split(".")[0], int(n.split(".")[1]) if "." in n else 1))
 
     def manifest(self, stage: StageName, iteration: int, attempt: str) -> Manifest | None:
@@ -126,10 +130,19 @@ class RunStore:
             return read_manifest(self.files.read(f"{folder}/manifest.json"), folder)
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError) as fault:
+        except (ValueError, KeyError, TypeError, AttributeError) as fault:
             if isinstance(fault, InputError):
                 raise
             return None
+
+    def product(self, consumed: Upstream) -> Manifest | None:
+        """What a stage consumed: the attempt it names, or another whole one of the same content."""
+        named = self.manifest(consumed.stage, consumed.iteration, consumed.attempt)
+        candidates = [named, *self.committed(consumed.stage, consumed.iteration)]
+        for manifest in candidates:
+            if manifest and manifest.content_digest == consumed.content_digest and not self.damage(manifest):
+                return manifest
+        return None
 
     def committed(self, stage: StageName, iteration: int) -> list[Manifest]:
         found = (self.manifest(stage, iteration, name) for name in self.attempts(stage, iteration))

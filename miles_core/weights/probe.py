@@ -7,10 +7,9 @@ trajectory can be probed, and the trainer replays it from x0, the timestep and t
 import torch
 from safetensors.torch import load, save
 
-from miles_core.errors import StageError
 from miles_core.rollout.protocol import GenerateRequest, GenerateResult
 from miles_core.store.files import Files
-from miles_core.store.parts import Part, file_part, read_bytes, write_file
+from miles_core.store.parts import Part, read_bytes, remake_file
 from miles_core.weights.verify import ProbeResult, check_probe
 
 Probe = dict[str, torch.Tensor]
@@ -30,17 +29,8 @@ def probe_of(request: GenerateRequest, result: GenerateResult) -> Probe:
 
 
 def write_probe(files: Files, path: str, probe: Probe) -> Part:
-    """Write a probe beside a rollout; the one that is there already is kept if it is the same."""
-    data = save(probe)
-    try:
-        return write_file(files, path, data)
-    except FileExistsError:
-        if files.read(path) == data:
-            return file_part(path, data)
-        raise StageError(
-            f"{files.url(path)} differs from the probe of the same policy: the engine does not repeat its numbers; "
-            "delete that attempt's folder to make the rollout afresh"
-        ) from None
+    """Write a probe beside an unfinished rollout; one that an earlier try left gives way to this engine's."""
+    return remake_file(files, path, save(probe))
 
 
 def compare(files: Files, after: Probe, before: Part, trainer: Part, tolerance: float) -> ProbeResult:

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pyarrow.parquet as pq
 import pytest
+from filelock import FileLock
 
 from miles_core.store.files import Files
 from miles_core.store.manifest import Manifest
@@ -217,12 +218,38 @@ def test_killed_in_the_middle_of_a_rollout_it_ends_with_the_same_bits(place: Pla
     left = ray_processes() - before
     assert left
     kept = {p: p.read_bytes() for p in folder.glob("*/data/*.parquet")}
+    for described in folder.glob("*/conditioning/*.parquet"):
+        os.truncate(described, described.stat().st_size // 2)
     output = place.miles(*arguments)
-    assert re.search(r"rollout +computed .* microgroups kept", output)
+    assert re.search(r"rollout +computed", output)
     assert not ray_processes() & left
     assert all(p.read_bytes() == data for p, data in kept.items())
     mine, other = place.digests("killed", 1), place.digests("tiny", 1)
     assert mine == other
+
+
+def test_a_flipped_byte_in_the_probe_is_found_by_sync_and_healed_by_the_next_command(
+    place: Place, trained: str
+) -> None:
+    arguments = ["train", "tiny", "--num-rollout", "1", "--run-id", "killed"]
+    line = place.digests("killed", 1)
+    folder = place.home / "artifacts/killed/iteration=000000"
+    (probe,) = folder.glob("stage=rollout/*/probe.safetensors")
+    data = bytearray(probe.read_bytes())
+    data[-1] ^= 1
+    probe.write_bytes(data)
+    shutil.rmtree(folder / "stage=sync")
+    assert "does not have the SHA-256" in place.miles(*arguments, code=1)
+    output = place.miles(*arguments)
+    assert re.search(r"rollout +computed .* run: its attempt is damaged", output)
+    assert re.search(r"update +reused", output)
+    assert place.digests("killed", 1) == line
+
+
+def test_two_commands_do_not_train_one_run(place: Place, trained: str) -> None:
+    with FileLock(place.home / "artifacts/tiny/.lock"):
+        output = place.miles("train", "tiny", "--num-rollout", "9", code=2)
+    assert "run tiny is being trained by another command" in output
 
 
 def test_an_engine_a_scorer_and_a_parser_killed_in_the_middle_change_nothing(place: Place, trained: str) -> None:

@@ -154,3 +154,36 @@ def test_everything_that_matters_enters_the_fingerprint(change: dict[str, Any]) 
     assert fingerprint("rewards", 0, **base) != fingerprint("rewards", 0, **(base | change))
     assert fingerprint("rewards", 0, **base) != fingerprint("rewards", 1, **base)
     assert fingerprint("rewards", 0, **base) != fingerprint("rollout", 0, **base)
+
+
+@pytest.mark.parametrize("name", [".DS_Store", ".nfs0000000001", "x.bak", "ffffffffffff.two"])
+def test_a_stray_name_is_no_attempt(store: RunStore, tmp_path: Path, name: str) -> None:
+    made = commit(store, "a")
+    (tmp_path / made.folder).parent.joinpath(name).mkdir()
+    assert store.attempts("advantages", 0) == [made.attempt]
+
+
+@pytest.mark.parametrize("content", ["", "null", "5", '"x"', "[]", "{}", '{"schema_version": 1, "upstream": []}'])
+def test_what_is_no_manifest_is_no_commit(store: RunStore, tmp_path: Path, content: str) -> None:
+    made = commit(store, "a")
+    (tmp_path / made.folder / "manifest.json").write_text(content)
+    assert store.committed("advantages", 0) == []
+    assert commit(store, "a").attempt == f"{made.attempt}.2"
+
+
+@pytest.mark.parametrize("content", ["", "null", "[]", '{"schema_version": 1}', '{"schema_version": "x"}'])
+def test_what_is_no_run_record_is_refused(store: RunStore, tmp_path: Path, content: str) -> None:
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "run.json").write_text(content)
+    with pytest.raises(InputError, match="is no run record"):
+        store.record()
+
+
+def test_a_product_is_found_by_its_content_when_its_attempt_is_damaged(store: RunStore, tmp_path: Path) -> None:
+    first = commit(store, "a", b"content")
+    consumed = first.as_upstream()
+    assert store.product(consumed) == first
+    (tmp_path / first.parts[0].path).unlink()
+    assert store.product(consumed) is None
+    again = commit(store, "a", b"content")
+    assert store.product(consumed) == again

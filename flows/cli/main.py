@@ -1,10 +1,12 @@
 """The command `miles`. Exit codes: 0 done, 2 refused input, 1 failed (resumable, says how)."""
 
+import os
 import signal
 import sys
 import traceback
 from typing import Any, NoReturn
 
+import httpx
 import typer
 
 from flows.cli import config, down, make_tiny, rerun, runs, show, train
@@ -50,6 +52,15 @@ def _run(command: Any, arguments: list[str]) -> int:
         return _say("interrupted; run the same command again to resume", 1)
     except (StageError, DamagedError, OSError) as fault:
         return _say(f"{fault}" if "again" in str(fault) else f"{fault}; run the same command again to resume", 1)
+    except httpx.HTTPError as fault:
+        code = _say(
+            f"the Prefect server stopped answering ({type(fault).__name__}); what was committed is kept, run the same "
+            "command again to resume",
+            1,
+        )
+        # Prefect's own threads would go on trying to send the rest to it.
+        sys.stdout.flush()
+        os._exit(code)
     except Exception as fault:
         traceback.print_exc()
         return _say(f"{type(fault).__name__}: {fault}; run the same command again to resume", 1)
@@ -59,7 +70,8 @@ def _run(command: Any, arguments: list[str]) -> int:
 
 
 def _say(sentence: str, code: int) -> int:
-    print(f"miles: {sentence}", file=sys.stderr, flush=True)
+    # A path that is no text may be part of the sentence.
+    print(f"miles: {sentence}".encode(errors="backslashreplace").decode(), file=sys.stderr, flush=True)
     return code
 
 

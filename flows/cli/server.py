@@ -122,7 +122,7 @@ def _start(folder: Path) -> str:
 def _answers(url: str) -> bool:
     try:
         return httpx.get(f"{url.rstrip('/')}/health", timeout=5).status_code == 200
-    except httpx.HTTPError:
+    except (httpx.HTTPError, httpx.InvalidURL):
         return False
 
 

@@ -43,6 +43,13 @@ def _pair(value: Any) -> Any:
     return parts
 
 
+def _written(value: Any) -> Any:
+    if value == "":
+        raise ValueError("it is empty, give a value or leave it out")
+    return value
+
+
+Text = Annotated[str, BeforeValidator(_written)]
 Ints = Annotated[tuple[int, ...], BeforeValidator(_parts)]
 IntPair = Annotated[tuple[int, int], BeforeValidator(_pair)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_parts)]

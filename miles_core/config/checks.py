@@ -100,6 +100,8 @@ def dynamics(c: RunConfig) -> None:
         raise ValueError(
             f"--diffusion-noise-level 0 makes {r.diffusion_sde_type} steps deterministic: give a level above 0"
         )
+    if r.diffusion_sde_type == "cps" and r.diffusion_noise_level > 1:
+        raise ValueError(f"--diffusion-noise-level {r.diffusion_noise_level}: cps takes levels up to 1, lower it")
     if r.diffusion_sde_type == "cps" and not r.diffusion_log_prob_no_const and _may_train_last_step(c):
         raise ValueError(
             "cps over the last step has no log-prob (its noise is 0): give --diffusion-log-prob-no-const, "

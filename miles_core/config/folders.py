@@ -9,9 +9,20 @@ from miles_core.config.run_config import RunConfig
 from miles_core.errors import InputError
 
 
+def local_path(text: str, what: str) -> Path:
+    """The absolute path that a person wrote; `what` names where. Raises InputError for what is no path."""
+    try:
+        path = Path(text).expanduser().absolute()
+        path.exists()
+        os.fsencode(path)
+    except (RuntimeError, OSError, ValueError) as fault:
+        raise InputError(f"{what} {text!r} is no path that can be used: {fault}, give another") from None
+    return path
+
+
 def home() -> Path:
     """MILES_HOME, else the user's data folder for miles."""
-    return Path(os.environ.get("MILES_HOME") or user_data_path("miles")).expanduser().absolute()
+    return local_path(os.environ.get("MILES_HOME") or str(user_data_path("miles")), "MILES_HOME")
 
 
 def artifact_root(config: RunConfig | None = None, given: str | None = None) -> str:
@@ -22,7 +33,7 @@ def artifact_root(config: RunConfig | None = None, given: str | None = None) -> 
         raise InputError(f"--artifact-root {root}: s3 is not there yet, give a local folder")
     if "://" in root:
         raise InputError(f"--artifact-root {root}: give a local folder")
-    path = Path(root).expanduser().absolute()
+    path = local_path(root, "--artifact-root")
     standing = next(p for p in (path, *path.parents) if p.exists())
     if not standing.is_dir():
         raise InputError(f"--artifact-root {root}: {standing} is a file, give a folder")

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from miles_core.config.base import Group, IntPair, Ints, Names, option
+from miles_core.config.base import Group, IntPair, Ints, Names, Text, option
 
 Dtype = Literal["fp32", "bf16"]
 
@@ -10,30 +10,32 @@ Dtype = Literal["fp32", "bf16"]
 class RunGroup(Group):
     """Which run, where its artifacts lie, how long it goes on."""
 
-    run_id: str | None = option(None, "name of the run; unset: the recipe's name")
+    run_id: Text | None = option(None, "name of the run; unset: the recipe's name")
     new: bool = option(False, "start a new run: adds a number to the name")
-    artifact_root: str | None = option(
+    artifact_root: Text | None = option(
         None, "folder of all runs; unset: MILES_ARTIFACT_ROOT, else the user's data folder"
     )
-    code_path: str | None = option(
+    code_path: Text | None = option(
         None, "folder the user's own modules are found in; unset: where the command is given"
     )
-    num_rollout: int = option(1, "iterations of the whole run; a larger number later carries on", ge=1)
+    num_rollout: int = option(1, "iterations of the whole run; a larger number later carries on", ge=1, le=1_000_000)
 
 
 class ClusterGroup(Group):
     """Processes and devices."""
 
-    actor_num_nodes: int = option(1, "nodes that train", ge=1)
-    actor_num_gpus_per_node: int = option(1, "trainer ranks a node; processes where device is cpu", ge=1)
-    rollout_num_engines: int = option(1, "rollout engines where device is cpu", ge=1)
+    actor_num_nodes: int = option(1, "nodes that train", ge=1, le=4096)
+    actor_num_gpus_per_node: int = option(1, "trainer ranks a node; processes where device is cpu", ge=1, le=4096)
+    rollout_num_engines: int = option(1, "rollout engines where device is cpu", ge=1, le=4096)
     rollout_engine: Literal["diffusers"] = option(
         "diffusers", "engine that generates: the embedded diffusers engine", affects=("rollout",)
     )
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto", "device of trainer and engines; auto: cuda where there is one"
     )
-    distributed_timeout_minutes: int = option(10, "limit of one collective or one actor call, in minutes", ge=1)
+    distributed_timeout_minutes: int = option(
+        10, "limit of one collective or one actor call, in minutes", ge=1, le=10_080
+    )
 
 
 class TrainingGroup(Group):
@@ -52,7 +54,7 @@ class OptimizerGroup(Group):
     """AdamW and its schedule. The schedule counts optimizer steps and never depends on num_rollout."""
 
     optimizer: Literal["adam"] = option("adam", "optimizer (AdamW)", affects=("update",))
-    lr: float = option(1e-6, "learning rate", affects=("update",), gt=0)
+    lr: float = option(1e-6, "learning rate", affects=("update",), gt=0, le=1e3)
     adam_beta1: float = option(0.9, "Adam's first decay", affects=("update",), ge=0, lt=1)
     adam_beta2: float = option(0.999, "Adam's second decay", affects=("update",), ge=0, lt=1)
     adam_eps: float = option(1e-8, "Adam's epsilon", affects=("update",), gt=0)
@@ -107,7 +109,7 @@ class RolloutGroup(Group):
     diffusion_sde_candidate_steps: Ints | None = option(
         None, "steps epoch_global_random_choice draws from; unset: the whole schedule", affects=("rollout",)
     )
-    diffusion_noise_level: float = option(0.7, "noise level a of the SDE step", affects=("rollout",), ge=0)
+    diffusion_noise_level: float = option(0.7, "noise level a of the SDE step", affects=("rollout",), ge=0, le=100)
     diffusion_sde_type: Literal["sde", "cps", "ode"] = option("sde", "dynamics of the SDE steps", affects=("rollout",))
     diffusion_log_prob_no_const: bool = option(
         False, "log-prob without its constants: -(x' - mean)^2", affects=("rollout", "update")
@@ -124,13 +126,15 @@ class RolloutGroup(Group):
         "cuda", "device the noise is drawn on", affects=("rollout",)
     )
     rollout_microgroup_size: int = option(
-        1, "outputs a request; part of a result's identity", affects=("rollout",), ge=1
+        1, "outputs a request; part of a result's identity", affects=("rollout",), ge=1, le=4096
     )
     rollout_seed: int = option(
         42, "seed of prompt order, samples and SDE steps", affects=("prompts", "rollout"), ge=0, lt=2**31
     )
-    rollout_parser_num_workers: int = option(1, "processes that encode and write what the engines return", ge=1)
-    rollout_max_retries: int = option(2, "times a failed microgroup is tried on another engine", ge=0)
+    rollout_parser_num_workers: int = option(
+        1, "processes that encode and write what the engines return", ge=1, le=1024
+    )
+    rollout_max_retries: int = option(2, "times a failed microgroup is tried on another engine", ge=0, le=100)
 
 
 class DataGroup(Group):
@@ -147,8 +151,10 @@ class DataGroup(Group):
     )
     input_key: str = option("input", "JSONL key of the prompt", affects=("prompts",))
     metadata_key: str = option("metadata", "JSONL key of the per-sample metadata", affects=("prompts",))
-    rollout_batch_size: int = option(1, "prompts an iteration", affects=("prompts",), ge=1)
-    n_samples_per_prompt: int = option(1, "samples a prompt: the group's size", affects=("prompts", "advantages"), ge=1)
+    rollout_batch_size: int = option(1, "prompts an iteration", affects=("prompts",), ge=1, le=1_000_000)
+    n_samples_per_prompt: int = option(
+        1, "samples a prompt: the group's size", affects=("prompts", "advantages"), ge=1, le=1_000_000
+    )
     global_batch_size: int | None = option(None, "samples an optimizer step; unset: derived", affects=("update",), ge=1)
     num_steps_per_rollout: int | None = option(
         None, "optimizer steps an iteration; unset: derived", affects=("update",), ge=1
@@ -195,19 +201,19 @@ class RewardGroup(Group):
     rm_type: Literal["ocr", "jpeg_compressibility", "jpeg_incompressibility"] | None = option(
         None, "scorer; a prompt's metadata.rm_type overrides it", affects=("rewards",)
     )
-    reward_max_retries: int = option(2, "times a failed score is tried again", ge=0)
-    ocr_num_workers: int = option(4, "OCR processes", ge=1)
+    reward_max_retries: int = option(2, "times a failed score is tried again", ge=0, le=100)
+    ocr_num_workers: int = option(4, "OCR processes", ge=1, le=1024)
     ocr_engine: Literal["onnxruntime"] = option("onnxruntime", "inference engine under PaddleOCR", affects=("rewards",))
     ocr_min_confidence: float = option(
         0.5, "lines read with less confidence are left out", affects=("rewards",), ge=0, le=1
     )
-    ocr_det_model_dir: str | None = option(
+    ocr_det_model_dir: Text | None = option(
         None,
         "PaddleOCR text detection model folder; unset: the installed wheel. Enters by what it holds",
         affects=("rewards",),
         by_content=True,
     )
-    ocr_rec_model_dir: str | None = option(
+    ocr_rec_model_dir: Text | None = option(
         None,
         "PaddleOCR text recognition model folder; unset: the installed wheel. Enters by what it holds",
         affects=("rewards",),
@@ -219,8 +225,8 @@ class LoraGroup(Group):
     """The adapter."""
 
     use_lora: bool = option(False, "train a LoRA adapter", affects=("policy",))
-    lora_rank: int = option(64, "rank of the adapter", affects=("policy",), ge=1)
-    lora_alpha: int = option(64, "scale: delta W = alpha / rank * B A", affects=("policy",), ge=1)
+    lora_rank: int = option(64, "rank of the adapter", affects=("policy",), ge=1, le=8192)
+    lora_alpha: int = option(64, "scale: delta W = alpha / rank * B A", affects=("policy",), ge=1, le=1_000_000)
     lora_target_modules: Names | None = option(
         None, "modules that carry the adapter; unset: the family's", affects=("policy",)
     )

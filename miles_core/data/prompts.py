@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from miles_core.config.folders import local_path
 from miles_core.errors import InputError
 from miles_core.rewards.quoted import target_fault
 from miles_core.rewards.rm_types import check_rm_type
@@ -29,7 +30,7 @@ def resolve_prompt_path(prompt_data: str) -> Path:
         raise InputError(f"no prompts: give --prompt-data a file, or one of {', '.join(PROMPT_SETS)}")
     if prompt_data in PROMPT_SETS:
         return Path(__file__).parent / "prompt_sets" / PROMPT_SETS[prompt_data]
-    return Path(prompt_data).expanduser()
+    return local_path(prompt_data, "--prompt-data")
 
 
 def load_prompts(

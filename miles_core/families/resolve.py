@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
+from miles_core.config.folders import local_path
 from miles_core.errors import InputError, StageError
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def resolve_checkpoint(hf_checkpoint: str, data_folder: Path) -> Path:
         return _tiny_sd3(data_folder / "models")
     if not hf_checkpoint:
         raise InputError(f"--hf-checkpoint is empty: give a diffusers pipeline folder, or {TINY_SD3}.")
-    folder = Path(hf_checkpoint).expanduser().absolute()
+    folder = local_path(hf_checkpoint, "--hf-checkpoint")
     if not folder.is_dir():
         if _HUB_ID.fullmatch(hf_checkpoint):
             raise InputError(

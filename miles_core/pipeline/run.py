@@ -9,8 +9,10 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from miles_core.config import FIELDS, RunConfig, affects, build, by_content, flag
-from miles_core.config.folders import artifact_root
+from miles_core.config.folders import artifact_root, local_path
+from miles_core.data.prompts import PROMPT_SETS
 from miles_core.errors import InputError
+from miles_core.families.resolve import TINY_SD3
 from miles_core.pipeline.inputs import Inputs, resolve_inputs
 from miles_core.pipeline.stage import library_versions
 from miles_core.store.files import Files
@@ -60,6 +62,16 @@ def _refuse_other_meaning(name: str, then: dict[str, Any], now: dict[str, Any]) 
         )
 
 
+def _absolute(config: RunConfig) -> RunConfig:
+    """Paths as they are found from any folder; names that are no paths stay as they are."""
+    changes = {}
+    for name in FIELDS:
+        value = config.flat()[name]
+        if by_content(name) and value and value not in PROMPT_SETS and value != TINY_SD3:
+            changes[name] = str(local_path(value, flag(name)))
+    return config.replace(**changes)
+
+
 @contextlib.contextmanager
 def line_lock(store: RunStore) -> Iterator[None]:
     """Hold the run's line: one command at a time moves it. The system frees it when the holder dies, however.
@@ -79,7 +91,7 @@ def line_lock(store: RunStore) -> Iterator[None]:
 
 def begin_run(plan: Plan, recipe: str, code_path: str) -> None:
     """Write run.json of a new run, or the configuration in force of one that is carried on."""
-    config = plan.config.model_dump(mode="json")
+    config = _absolute(plan.config).model_dump(mode="json")
     if plan.store.create_record(
         {
             "recipe": recipe,
@@ -131,7 +143,7 @@ def inputs_of_run(store: RunStore, config: RunConfig, overrides: dict[str, Any])
 
 def existing_iteration(store: RunStore, given: str) -> int:
     """The number of an iteration of a run, as a person gave it. Raises InputError."""
-    if not given.isdecimal() or int(given) not in store.iterations():
+    if not given.isdecimal() or len(given) > 9 or int(given) not in store.iterations():
         raise InputError(f"run {store.run} has no iteration {given!r}: `miles show {store.run}` lists those there are")
     return int(given)
 

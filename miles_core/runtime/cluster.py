@@ -45,7 +45,7 @@ def ray_cluster(state: Path, code_path: str | None = None) -> Iterator[None]:
         handler = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(address=address, log_to_driver=False, logging_level="error", configure_logging=False)
-        except ConnectionError as fault:
+        except (ConnectionError, ValueError) as fault:
             if own:
                 raise StageError(f"the Ray head that was started does not answer: {fault}") from fault
             raise InputError(

@@ -8,6 +8,9 @@ import pytest
 
 from deployments.recipes import recipe
 from flows.cli import main as cli
+from flows.cli.server import ensure_server
+from miles_core.errors import InputError
+from miles_core.pipeline.run import begin_run, plan_run
 from miles_core.store.files import Files
 from miles_core.store.run_store import RunStore
 
@@ -92,6 +95,27 @@ COMMANDS: dict[str, tuple[Prepare, tuple[str, ...]]] = {
         lambda home: ["train", "tiny", "--artifact-root", "gs://bucket"],
         ("--artifact-root gs://bucket",),
     ),
+    "no such user's folder": (
+        lambda home: ["train", "tiny", "--prompt-data", "~nosuchuser/p"],
+        ("--prompt-data", "no path"),
+    ),
+    "artifact root of no such user": (
+        lambda home: ["train", "tiny", "--artifact-root", "~nosuchuser"],
+        ("--artifact-root", "no path"),
+    ),
+    "name that is too long": (lambda home: ["train", "tiny", "--prompt-data", "x" * 5000], ("--prompt-data",)),
+    "name that is no text": (lambda home: ["train", "tiny", "--prompt-data", "\udcff"], ("--prompt-data",)),
+    "empty run id": (lambda home: ["train", "tiny", "--run-id", ""], ("--run-id", "empty")),
+    "empty artifact root": (lambda home: ["train", "tiny", "--artifact-root", ""], ("--artifact-root", "empty")),
+    "huge batch": (lambda home: ["train", "tiny", "--rollout-batch-size", "1" + "0" * 20], ("--rollout-batch-size",)),
+    "huge time-out": (
+        lambda home: ["train", "tiny", "--distributed-timeout-minutes", "1" + "0" * 15],
+        ("--distributed-timeout-minutes",),
+    ),
+    "cps noise above its range": (
+        lambda home: ["train", "tiny", "--diffusion-sde-type", "cps", "--diffusion-noise-level", "2.5"],
+        ("--diffusion-noise-level 2.5", "cps"),
+    ),
     "show of no run": (lambda home: ["show", "nope"], ("nope", "miles runs")),
     "show of a run that leads outside": (lambda home: ["show", "../x"], ("../x",)),
     "rerun of no run": (lambda home: ["rerun", "nope", "0", "rewards"], ("nope",)),
@@ -135,7 +159,7 @@ def test_an_environment_variable_of_no_field(
     assert "MILES_SCRIPT_NUM_ROLOUT" in refuse(capsys, "train", "tiny")
 
 
-@pytest.mark.parametrize("iteration", ["one", "7", "1.0"])
+@pytest.mark.parametrize("iteration", ["one", "7", "1.0", "9" * 5000])
 @pytest.mark.parametrize("command", ["show", "rerun"])
 def test_an_iteration_that_is_not_there(
     command: str, iteration: str, home: Path, capsys: pytest.CaptureFixture[str]
@@ -145,3 +169,26 @@ def test_an_iteration_that_is_not_there(
     store.create_record({"recipe": "tiny", "config": config, "meaning": {}})
     store.files.create("r/iteration=000000/stage=prompts/x/attempt.json", b"{}")
     assert "no iteration" in refuse(capsys, command, "r", iteration, "rewards")
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:1/api", "nonsense"])
+def test_a_prefect_address_that_does_not_answer(
+    url: str, home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", url)
+    with pytest.raises(InputError, match="no Prefect server answers"):
+        ensure_server()
+
+
+def test_paths_are_recorded_as_they_are_found_from_any_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "p.txt").write_text("a cat\n")
+    (home / "model").mkdir()
+    (home / "model" / "model_index.json").write_text('{"_class_name": "StableDiffusion3Pipeline"}')
+    monkeypatch.chdir(home)
+    config = recipe("tiny").replace(prompt_data="p.txt", hf_checkpoint="model")
+    planned = plan_run(config, "tiny")
+    begin_run(planned, "tiny", str(home))
+    record = planned.store.record()
+    assert record is not None
+    assert record["config"]["data"]["prompt_data"] == str(home / "p.txt")
+    assert record["config"]["rollout"]["hf_checkpoint"] == str(home / "model")

@@ -2,7 +2,10 @@
 
 import contextlib
 import os
+import signal
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from deployments.recipes import recipe as build_recipe
@@ -11,19 +14,24 @@ from miles_core.config.folders import home
 from miles_core.config.overrides import from_mapping
 from miles_core.observe.terminal import Terminal
 from miles_core.pipeline.inputs import Inputs
-from miles_core.pipeline.run import Plan, begin_run, inputs_of_run, line_lock, open_run, plan_run
+from miles_core.pipeline.run import Plan, actors_of, begin_run, inputs_of_run, line_lock, open_run, plan_run
 from miles_core.pipeline.stage import Step
+from miles_core.runtime.faults import arm
 from miles_core.runtime.workers import Workers
+from miles_core.store.lock import RunLock
 from miles_core.store.run_store import RunStore
 
 TERMINAL = Terminal()
 
 
 class Session:
-    """One run in this process. Workers start when a stage first needs them and end with the session."""
+    """One run in this process. Workers start when a stage first needs them and end with the session. `lock` is the
+    run's where this command moves its line."""
 
-    def __init__(self, config: RunConfig, inputs: Inputs, store: RunStore, workers: Workers) -> None:
-        self.config, self.inputs, self.store, self.workers = config, inputs, store, workers
+    def __init__(
+        self, config: RunConfig, inputs: Inputs, store: RunStore, workers: Workers, lock: RunLock | None
+    ) -> None:
+        self.config, self.inputs, self.store, self.workers, self.lock = config, inputs, store, workers, lock
         self.terminal = TERMINAL
 
     def step(self, iteration: int, *, moves_line: bool = True, flow_run_id: str | None = None) -> Step:
@@ -36,6 +44,7 @@ class Session:
             moves_line=moves_line,
             flow_run_id=flow_run_id,
             progress=self.terminal.progress,
+            fence=self.lock.check if self.lock else lambda: None,
         )
 
 
@@ -50,21 +59,36 @@ def plan(recipe: str, overrides: dict[str, Any]) -> Plan:
 @contextlib.contextmanager
 def train_session(recipe: str, overrides: dict[str, Any]) -> Iterator[Session]:
     """The session of a train run; run.json is written here."""
+    faults = arm()
     planned = plan(recipe, overrides)
-    with line_lock(planned.store):
-        yield from _train(planned, recipe)
+    with line_lock(planned.store, TERMINAL.say) as (store, lock):
+        planned = replace(planned, store=store)
+        begin_run(planned, recipe, planned.config.run.code_path or os.getcwd())
+        with _holding(planned.config, planned.inputs, store, lock, faults) as session:
+            key = (store.files.root, store.run)
+            _OPEN[key] = session
+            try:
+                yield session
+            finally:
+                del _OPEN[key]
 
 
-def _train(planned: Plan, recipe: str) -> Iterator[Session]:
-    begin_run(planned, recipe, planned.config.run.code_path or os.getcwd())
-    with Workers(planned.config, planned.inputs, home() / "state", TERMINAL.say) as workers:
-        session = Session(planned.config, planned.inputs, planned.store, workers)
-        key = (planned.store.files.root, planned.store.run)
-        _OPEN[key] = session
-        try:
-            yield session
-        finally:
-            del _OPEN[key]
+@contextlib.contextmanager
+def _holding(
+    config: RunConfig, inputs: Inputs, store: RunStore, lock: RunLock, faults: dict[str, str]
+) -> Iterator[Session]:
+    """The session of a command that moves the line: its actors are the run's, and end with its lock."""
+    name = actors_of(store)
+    workers = Workers(config, inputs, home() / "state", TERMINAL.say, run=name, epoch=lock.epoch, faults=faults)
+
+    def lost(why: str) -> None:
+        print(f"miles: {why}", file=sys.stderr, flush=True)
+        workers.abort()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with workers:
+        lock.keep(on_beat=workers.renew, on_lost=lost)
+        yield Session(config, inputs, store, workers, lock)
 
 
 @contextlib.contextmanager
@@ -80,11 +104,11 @@ def run_session(
     if shared and not overrides:
         yield shared
         return
-    with line_lock(store) if moves_line else contextlib.nullcontext():
-        yield from _own(store, config.replace(**from_mapping(overrides or {})), overrides or {})
-
-
-def _own(store: RunStore, config: RunConfig, overrides: dict[str, Any]) -> Iterator[Session]:
-    inputs = inputs_of_run(store, config, overrides)
-    with Workers(config, inputs, home() / "state", TERMINAL.say) as workers:
-        yield Session(config, inputs, store, workers)
+    config = config.replace(**from_mapping(overrides or {}))
+    inputs = inputs_of_run(store, config, overrides or {})
+    if moves_line:
+        with line_lock(store, TERMINAL.say) as (held, lock), _holding(config, inputs, held, lock, arm()) as session:
+            yield session
+    else:
+        with Workers(config, inputs, home() / "state", TERMINAL.say, faults=arm()) as workers:
+            yield Session(config, inputs, store, workers, None)

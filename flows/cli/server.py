@@ -16,7 +16,7 @@ from filelock import FileLock
 
 from miles_core.config.folders import home
 from miles_core.errors import InputError, StageError
-from miles_core.runtime.cluster import end_process_group
+from miles_core.runtime.heads import end_process_group
 
 _START_SECONDS = 90
 

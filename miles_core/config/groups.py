@@ -33,8 +33,12 @@ class ClusterGroup(Group):
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto", "device of trainer and engines; auto: cuda where there is one"
     )
-    distributed_timeout_minutes: int = option(
-        10, "limit of one collective or one actor call, in minutes", ge=1, le=10_080
+    distributed_timeout_minutes: float = option(
+        10, "limit of one collective or one actor call, in minutes", gt=0, le=10_080
+    )
+    keep_actors: bool = option(False, "leave Ray and the run's processes to the next command of the same run")
+    actor_idle_minutes: float = option(
+        30, "processes that a killed command left end when no command has used them for so long", gt=0, le=10_080
     )
 
 

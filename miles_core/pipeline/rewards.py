@@ -1,6 +1,7 @@
 """rewards: score each rollout part as it lands, behind the engines."""
 
 import time
+from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,6 +19,7 @@ from miles_core.pipeline.stage import (
     why,
 )
 from miles_core.rewards.rm_types import rm_types_of
+from miles_core.runtime.faults import fault_point
 from miles_core.runtime.workers import reason_of
 from miles_core.store.digest import ROW_DIGEST
 from miles_core.store.manifest import Manifest
@@ -43,6 +45,7 @@ def score_behind(step: Step, feed: RolloutFeed) -> Outcome:
     started = time.time()
     reason = why(step, "rewards", {})
     attempt = step.store.open_attempt("rewards", step.iteration, wanted, {}, resumable=True)
+    fault_point("rewards:start")
     try:
         scoring = Scoring(step, attempt, prompts)
         for part in parts:
@@ -68,6 +71,15 @@ def _unused(step: Step, attempt: Attempt, upstream: dict[str, Manifest]) -> Prod
     raise AssertionError("a committed attempt was found")
 
 
+@dataclass(frozen=True)
+class Sent:
+    """A part at a scorer: which one, and how often it was sent before."""
+
+    part: Part
+    worker: int
+    tries: int
+
+
 class Scoring:
     """The scorers at work on one iteration's parts: least outstanding first, kept parts not scored again."""
 
@@ -79,9 +91,10 @@ class Scoring:
         self.kept = self._kept()
         self.names = set(self.files.list(attempt.path("data")))
         self.done: list[Part] = []
-        self.pending: dict[object, tuple[Part, int, int]] = {}
+        self.pending: dict[object, Sent] = {}
         self.waiting: list[tuple[Part, int]] = []
         self.outstanding: list[int] = []
+        self.moved = time.monotonic()
 
     def put(self, part: Part) -> None:
         """Take a rollout part: keep what an earlier try scored, else hand it to a scorer."""
@@ -101,8 +114,9 @@ class Scoring:
         ray = self.step.workers.ray
         ready, _ = ray.wait(list(self.pending), num_returns=len(self.pending), timeout=timeout, fetch_local=True)
         for reference in ready:
-            part, worker, tries = self.pending.pop(reference)
-            self.outstanding[worker] -= 1
+            sent = self.pending.pop(reference)
+            part, tries = sent.part, sent.tries
+            self.outstanding[sent.worker] -= 1
             try:
                 self._finished(ray.get(reference))
             except ray.exceptions.RayTaskError as fault:
@@ -118,18 +132,14 @@ class Scoring:
                         "run the same command again to resume"
                     ) from None
                 self._send(part, tries + 1)
+            self.moved = time.monotonic()
+        if time.monotonic() - self.moved > self.step.workers.seconds:
+            self._replace_silent()
 
     def finish(self) -> Product:
         """Wait for the last parts."""
-        deadline = time.monotonic() + self.step.workers.seconds
-        before = len(self.pending)
         while self.pending:
             self.poll(timeout=1.0)
-            if len(self.pending) < before:
-                before, deadline = len(self.pending), time.monotonic() + self.step.workers.seconds
-            if time.monotonic() > deadline:
-                paths = ", ".join(part.path for part, _, _ in self.pending.values())
-                raise StageError(f"no scorer answered in time for {paths}; run the same command again to resume")
         rewards = [
             value
             for part in self.done
@@ -144,9 +154,29 @@ class Scoring:
         self.outstanding = self.outstanding or [0] * len(scorers)
         worker = min(range(len(scorers)), key=lambda i: (self.outstanding[i], (i + tries) % len(scorers)))
         components = list(self.step.inputs.components)
-        reference = scorers[worker].score.remote(self.files, part, self._free_name(part), components, self.rm_types)
+        reference = scorers[worker].call("score", self.files, part, self._free_name(part), components, self.rm_types)
         self.outstanding[worker] += 1
-        self.pending[reference] = (part, worker, tries)
+        if not self.pending:
+            self.moved = time.monotonic()
+        self.pending[reference] = Sent(part, worker, tries)
+
+    def _replace_silent(self) -> None:
+        """Nothing was scored for the time limit: replace the scorers that have work, and hand their parts out again."""
+        workers, config, inputs = self.step.workers, self.step.config, self.step.inputs
+        silent, self.pending, self.moved = list(self.pending.values()), {}, time.monotonic()
+        tried = max(sent.tries for sent in silent)
+        if tried >= config.reward.reward_max_retries:
+            paths = ", ".join(sent.part.path for sent in silent)
+            raise StageError(
+                f"no scorer answered within {workers.seconds / 60:g} minutes for {paths}; run the same command again to "
+                "resume"
+            )
+        scorers = workers.scorers(config, inputs)
+        for index in {sent.worker for sent in silent}:
+            workers.replace_scorer(scorers, index, scorers[index], config, inputs)
+            self.outstanding[index] = 0
+        for sent in silent:
+            self._send(sent.part, sent.tries + 1)
 
     def _free_name(self, part: Part) -> str:
         stem, number = _microgroup(part), 1
@@ -157,6 +187,7 @@ class Scoring:
 
     def _finished(self, part: Part) -> None:
         self.done.append(part)
+        fault_point("rewards:landed")
         self.step.progress("rewards", sum(p.rows for p in self.done), self.total)
 
     def _kept(self) -> dict[str, tuple[Part, list[str]]]:

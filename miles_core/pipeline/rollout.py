@@ -12,6 +12,7 @@ from miles_core.pipeline.feed import RolloutFeed
 from miles_core.pipeline.policy import adapter_of, policy_version
 from miles_core.pipeline.stage import Outcome, Product, Step, Upstreams, run_stage, stage_fingerprint
 from miles_core.rollout.rollout_function import GENERATOR, generate_rollout
+from miles_core.runtime.faults import fault_point
 from miles_core.store.parts import Part, inspect_table, read_table
 from miles_core.store.run_store import Attempt
 from miles_core.weights.probe_spec import ProbeSpec
@@ -65,6 +66,8 @@ def _fingerprints(upstream: Upstreams) -> dict[str, str]:
 def _compute(step: Step, attempt: Attempt, upstream: Upstreams, feed: RolloutFeed) -> Product:
     from miles_core.rollout.dispatch import Dispatcher
 
+    # What an earlier command left may still write: it is ended before anything is looked at.
+    step.workers.connect()
     files, policy, size = step.store.files, upstream["policy"], step.config.rollout.rollout_microgroup_size
     table = pa.concat_tables([read_table(files, part) for part in upstream["prompts"].data])
     groups = table_to_samples(table)
@@ -76,6 +79,7 @@ def _compute(step: Step, attempt: Attempt, upstream: Upstreams, feed: RolloutFee
         landed.append(part)
         feed.put(part)
         step.progress("rollout", sum(p.rows for p in landed), table.num_rows)
+        fault_point("rollout:landed")
 
     dispatcher = Dispatcher(
         step.workers,
@@ -167,9 +171,9 @@ def _probe(step: Step, attempt: Attempt, upstream: Upstreams) -> Part:
 
     def ask(engine: Any) -> Part:
         hold(workers, engine, files, adapter_of(policy), policy.summary["policy_digest"])
-        probe = engine.probe.remote(probe_spec(step).request())
+        probe = engine.call("probe", probe_spec(step).request())
         part: Part = workers.get(
-            [workers.parsers()[0].write_probe.remote(files, attempt.path(PROBE), probe)], "the probe"
+            [workers.parsers()[0].call("write_probe", files, attempt.path(PROBE), probe)], "the probe"
         )[0]
         return part
 

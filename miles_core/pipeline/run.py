@@ -1,12 +1,9 @@
 """A run's identity: its name, what it means, and whether this command may carry it on."""
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
-
-from filelock import FileLock, Timeout
 
 from miles_core.config import FIELDS, RunConfig, affects, build, by_content, flag
 from miles_core.config.folders import artifact_root, local_path
@@ -15,7 +12,9 @@ from miles_core.errors import InputError
 from miles_core.families.resolve import TINY_SD3
 from miles_core.pipeline.inputs import Inputs, resolve_inputs
 from miles_core.pipeline.stage import library_versions
+from miles_core.store.digest import sha256_hex
 from miles_core.store.files import Files
+from miles_core.store.lock import RunLock
 from miles_core.store.run_store import RunStore, check_run_id
 
 
@@ -73,20 +72,25 @@ def _absolute(config: RunConfig) -> RunConfig:
 
 
 @contextlib.contextmanager
-def line_lock(store: RunStore) -> Iterator[None]:
-    """Hold the run's line: one command at a time moves it. The system frees it when the holder dies, however.
+def line_lock(store: RunStore, say: Callable[[str], None]) -> Iterator[tuple[RunStore, RunLock]]:
+    """Hold the run's line: one command at a time moves it. Gives the store as its holder sees it.
 
-    Raises InputError where another command holds it. For commands that see the same local folder.
+    Raises InputError where another command that lives holds it.
     """
-    path = Path(store.files.url(f"{store.run}/.lock"))
-    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = RunLock(store.files, store.run)
+    epoch = lock.take(say, above=(store.record() or {}).get("epoch", 0))
+    held = replace(store, epoch=epoch)
     try:
-        with FileLock(path, timeout=0):
-            yield
-    except Timeout:
-        raise InputError(
-            f"run {store.run} is being trained by another command: wait for it, end it, or give another --run-id"
-        ) from None
+        if store.record() is not None:
+            held.update_record(lambda record: record | {"epoch": epoch})
+        yield held, lock
+    finally:
+        lock.release()
+
+
+def actors_of(store: RunStore) -> str:
+    """What names the actors of a run: the same for every command that trains it, wherever its root is spelled."""
+    return f"miles-{sha256_hex(store.files.url(store.run).encode())[:12]}"
 
 
 def begin_run(plan: Plan, recipe: str, code_path: str) -> None:
@@ -99,13 +103,13 @@ def begin_run(plan: Plan, recipe: str, code_path: str) -> None:
             "meaning": plan.meaning,
             "code_path": code_path,
             "versions": library_versions(),
+            "epoch": plan.store.epoch,
         }
     ):
         return
     record = plan.store.record() or {}
     _refuse_other_meaning(plan.store.run, record["meaning"], plan.meaning)
-    if record.get("config") != config:
-        plan.store.update_record(config=config)
+    plan.store.update_record(lambda record: record | {"config": config})
 
 
 def open_run(name: str, root: str | None = None) -> tuple[RunStore, RunConfig]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from miles_core.config import RunConfig
 from miles_core.pipeline.inputs import Inputs
+from miles_core.runtime.faults import fault_point
 from miles_core.runtime.workers import Workers
 from miles_core.store.manifest import Manifest, fingerprint
 from miles_core.store.parts import Part
@@ -26,7 +27,8 @@ def _no_progress(stage: str, done: int, total: int) -> None:
 
 
 class Step:
-    """All that the stages of one iteration share. `moves_line` is true for train alone.
+    """All that the stages of one iteration share. `moves_line` is true for train alone; `fence` raises where this
+    command may not commit any more.
 
     A plain class: Prefect walks through dataclasses among a task's parameters.
     """
@@ -42,9 +44,11 @@ class Step:
         moves_line: bool = True,
         flow_run_id: str | None = None,
         progress: Callable[[str, int, int], None] = _no_progress,
+        fence: Callable[[], None] = lambda: None,
     ) -> None:
         self.config, self.inputs, self.store, self.workers = config, inputs, store, workers
         self.iteration, self.moves_line, self.flow_run_id, self.progress = iteration, moves_line, flow_run_id, progress
+        self.fence = fence
 
     def at(self, iteration: int) -> "Step":
         """The same step at another iteration."""
@@ -107,6 +111,7 @@ def run_stage(step: Step, stage: StageName, upstream: Upstreams, compute: Comput
     reason = why(step, stage, upstream)
     wanted = stage_fingerprint(step, stage, {n: m.fingerprint for n, m in upstream.items()})
     attempt = step.store.open_attempt(stage, step.iteration, wanted, upstream, resumable=stage in RESUMABLE)
+    fault_point(f"{stage}:start")
     with checked_on_failure(step, upstream):
         product = compute(step, attempt, upstream)
     manifest = commit_stage(step, attempt, upstream, product, started)
@@ -126,6 +131,8 @@ def checked_on_failure(step: Step, upstream: Upstreams) -> Iterator[None]:
 
 def commit_stage(step: Step, attempt: Attempt, upstream: Upstreams, product: Product, started: float) -> Manifest:
     """Commit what a stage made and, for train, put it on the line."""
+    fault_point(f"{attempt.stage}:before_commit")
+    step.fence()
     manifest = step.store.commit(
         attempt,
         parts=product.parts,
@@ -137,8 +144,10 @@ def commit_stage(step: Step, attempt: Attempt, upstream: Upstreams, product: Pro
         summary=product.summary,
         flow_run_id=step.flow_run_id,
     )
+    fault_point(f"{attempt.stage}:after_commit")
     if step.moves_line:
         step.store.move_line(manifest)
+    fault_point(f"{attempt.stage}:end")
     return manifest
 
 

@@ -30,7 +30,7 @@ def push(step: Step, attempt: Attempt, upstream: Upstreams) -> Product:
     def prove(engine: Any) -> dict[str, Any]:
         reply = push_to(workers, engine, files, adapter_of(update), update.summary["policy_digest"])
         started = time.perf_counter()
-        call = parser.compare_probe.remote(files, engine.probe.remote(request), before, trained, tolerance)
+        call = parser.call("compare_probe", files, engine.call("probe", request), before, trained, tolerance)
         proof = workers.get([call], "the probe after the push")[0]
         return {
             "engine": reply.engine,

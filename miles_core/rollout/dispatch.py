@@ -49,7 +49,6 @@ class Dispatcher:
         self.parts: dict[int, Part] = {}
         self.conditioning: dict[str, Part] = {}
         self.outstanding = [0] * workers.config.cluster.rollout_num_engines
-        self.parsing = [0] * workers.config.rollout.rollout_parser_num_workers
         self._room = asyncio.Condition()
         self._reviving = asyncio.Lock()
         self._describing: dict[str, asyncio.Lock] = {}
@@ -103,31 +102,52 @@ class Dispatcher:
     async def _attempt(
         self, engine: Any, number: int, request: GenerateRequest, microgroup: list[Sample], identity: str
     ) -> Part:
-        result, receipt = engine.generate.options(num_returns=2).remote(request)
+        result, receipt = engine.call("generate", request, returns=2)
         await asyncio.wait_for(_wait(receipt), self.workers.seconds)
         lock = self._describing.setdefault(identity, asyncio.Lock())
         async with lock:
-            described = identity in self.conditioning
-            call = self._write(number, result, request, microgroup, identity, not described)
-            if not described:
-                part, self.conditioning[identity] = await self._parsed(call)
+            if identity not in self.conditioning:
+                part, self.conditioning[identity] = await self._write(
+                    number, result, request, microgroup, identity, describe=True
+                )
                 return part
-        part, _ = await self._parsed(call)
+        part, _ = await self._write(number, result, request, microgroup, identity, describe=False)
         return part
 
-    async def _parsed(self, call: Any) -> tuple[Part, Any]:
-        try:
-            written: tuple[Part, Any] = await asyncio.wait_for(_wait(call), self.workers.seconds)
-        except self.workers.ray.exceptions.RayActorError as fault:
-            raise ParserDied(f"the parser's process died ({reason_of(fault)})") from None
-        return written
+    async def _write(
+        self, number: int, result: Any, request: GenerateRequest, group: list[Sample], identity: str, *, describe: bool
+    ) -> tuple[Part, Any]:
+        """Have a parser write a microgroup, under the next name where another writer has taken one."""
+        index = number % self.workers.config.rollout.rollout_parser_num_workers
+        while True:
+            parser = self.workers.parsers()[index]
+            call = self._told(parser, number, result, request, group, identity, describe=describe)
+            try:
+                written: tuple[Part, Any] = await asyncio.wait_for(_wait(call), self.workers.seconds)
+                return written
+            except self.workers.ray.exceptions.RayActorError as fault:
+                raise ParserDied(f"the parser's process died ({reason_of(fault)})") from None
+            except TimeoutError:
+                await asyncio.to_thread(self.workers.replace_parser, index, parser)
+                raise ParserDied(f"no parser answered within {self.workers.seconds / 60:g} minutes") from None
+            except self.workers.ray.exceptions.RayTaskError as fault:
+                if not isinstance(fault.cause, FileExistsError):
+                    raise
 
-    def _write(
-        self, number: int, result: Any, request: GenerateRequest, group: list[Sample], identity: str, describe: bool
+    def _told(
+        self,
+        parser: Any,
+        number: int,
+        result: Any,
+        request: GenerateRequest,
+        group: list[Sample],
+        identity: str,
+        *,
+        describe: bool,
     ) -> Any:
-        parser = number % len(self.parsing)
         steps = request.sde_step_indices
-        return self.workers.parsers()[parser].write.remote(
+        return parser.call(
+            "write",
             self.files,
             result,
             request=request,
@@ -172,14 +192,14 @@ class Dispatcher:
 
 def hold(workers: Workers, engine: Any, files: Files, adapter: Part, digest: str) -> None:
     """See to it that an engine holds this policy: pushed from the store where it reports another."""
-    held = workers.get([engine.checksum.remote()], "an engine's checksum")[0]
+    held = workers.get([engine.call("checksum")], "an engine's checksum")[0]
     if held != digest:
         push(workers, engine, files, adapter, digest)
 
 
 def push(workers: Workers, engine: Any, files: Files, adapter: Part, digest: str) -> SyncReply:
     """Push a policy to an engine. Raises StageError where it then reports another digest, or bound no module."""
-    reply: SyncReply = workers.get([engine.load_policy.remote(files, adapter)], "the policy push")[0]
+    reply: SyncReply = workers.get([engine.call("load_policy", files, adapter)], "the policy push")[0]
     if reply.policy_digest != digest or reply.modules_bound == 0:
         raise StageError(
             f"{reply.engine} reports policy {reply.policy_digest[:12]} on {reply.modules_bound} modules after the push of "

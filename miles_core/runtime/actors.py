@@ -3,16 +3,17 @@
 Tensors stay between actors: an engine's result goes to a parser by reference, a policy is read from the store.
 """
 
-import os
 import socket
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 
 from miles_core.config import RunConfig
 from miles_core.errors import StageError
 from miles_core.rollout.protocol import GenerateRequest, GenerateResult, SyncReply
+from miles_core.runtime.faults import fault_point
+from miles_core.runtime.fenced import FencedActor, Terms
 from miles_core.store.files import Files
 from miles_core.store.parts import Part, read_bytes
 
@@ -25,15 +26,17 @@ class Receipt:
     seconds: float
 
 
-class EngineActor:
+class EngineActor(FencedActor):
     """One rollout engine. `generate` returns two objects, so that the driver fetches the small one alone."""
 
-    def __init__(self, name: str, config: RunConfig, checkpoint: str, family: str, device: str) -> None:
+    changes: ClassVar = frozenset({"load_policy"})
+
+    def __init__(self, terms: Terms, config: RunConfig, checkpoint: str, family: str, device: str) -> None:
         from miles_core.rollout.diffusers_engine import DiffusersEngine
 
-        one_thread()
+        super().__init__(terms)
         self.engine = DiffusersEngine(
-            name=name,
+            name=terms.name,
             checkpoint=checkpoint,
             family=family,
             dtype=config.training.diffusion_forward_dtype,
@@ -44,6 +47,7 @@ class EngineActor:
         self.engine.start()
 
     def generate(self, request: GenerateRequest) -> tuple[GenerateResult, Receipt]:
+        fault_point("rollout:generate")
         result = self.engine.generate(request)
         return result, Receipt(result.engine, result.seconds)
 
@@ -51,7 +55,10 @@ class EngineActor:
         """Read the adapter from the store and take it into the model."""
         from miles_core.weights.packing import to_push
 
-        return self.engine.update_weights(to_push(read_bytes(files, adapter)), **self.lora)
+        fault_point("sync:push")
+        reply = self.engine.update_weights(to_push(read_bytes(files, adapter)), **self.lora)
+        fault_point("sync:pushed")
+        return reply
 
     def checksum(self) -> str:
         return self.engine.checksum()
@@ -62,23 +69,18 @@ class EngineActor:
 
         return probe_of(request, self.engine.generate(request))
 
-    def health(self) -> bool:
-        return self.engine.health()
 
-    def pid(self) -> int:
-        return os.getpid()
-
-
-class ParserActor:
+class ParserActor(FencedActor):
     """Encodes and writes what the engines return."""
 
-    def __init__(self) -> None:
+    def __init__(self, terms: Terms) -> None:
         from miles_core.rollout.parsing import ParserWorker
 
-        one_thread()
+        super().__init__(terms)
         self.worker = ParserWorker()
 
     def write(self, files: Files, result: GenerateResult, **arguments: Any) -> tuple[Part, Part | None]:
+        fault_point("rollout:write")
         return self.worker.write(files, result, **arguments)
 
     def write_probe(self, files: Files, path: str, probe: Any) -> Part:
@@ -93,29 +95,34 @@ class ParserActor:
         return compare(files, probe, before, trainer, tolerance)
 
 
-class RewardActor:
+class RewardActor(FencedActor):
     """One scorer process."""
 
-    def __init__(self, name: str, args: dict[str, Any], ocr_folders: tuple[str, str] | None) -> None:
+    def __init__(self, terms: Terms, args: dict[str, Any], ocr_folders: tuple[str, str] | None) -> None:
         from miles_core.rewards.worker import RewardWorker
 
-        one_thread()
-        self.worker = RewardWorker(args, ocr_folders, name)
+        super().__init__(terms)
+        self.worker = RewardWorker(args, ocr_folders, terms.name)
         self.worker.warm_up()
 
     def score(
         self, files: Files, part: Part, path: str, components: list[str], rm_types: dict[int, str | None]
     ) -> Part:
+        fault_point("rewards:score")
         return self.worker.score(files, part, path, components, rm_types)
 
 
-class TrainerActor:
+class TrainerActor(FencedActor):
     """One trainer rank."""
 
-    def __init__(self) -> None:
-        one_thread()
+    changes: ClassVar = frozenset({"start", "load", "update"})
+
+    def __init__(self, terms: Terms) -> None:
+        super().__init__(terms)
         self.rank: Any = None
         self.done = (0, 0)
+        # Of no use until it has met the other ranks.
+        self._dirty = True
 
     def address(self) -> tuple[str, int]:
         """Where rank 0 can be met."""
@@ -124,30 +131,31 @@ class TrainerActor:
             return "127.0.0.1", int(probe.getsockname()[1])
 
     def start(self, config: RunConfig, checkpoint: str, family: str, **place: Any) -> None:
+        """Join the ranks' process group and load the model."""
         from miles_core.training.trainer import TrainerRank
 
         self.rank = TrainerRank(config, checkpoint, family, **place)
         self.rank.start()
 
-    def call(self, verb: str, *arguments: Any) -> Any:
-        if self.rank is None:
-            raise StageError("the trainer was not started")
-        if verb == "update":
-            arguments = (*arguments, self._advance)
-        return getattr(self.rank, verb)(*arguments)
+    def init_policy(self, *arguments: Any) -> Any:
+        """TrainerRank.init_policy."""
+        return self._started.init_policy(*arguments)
+
+    def update(self, *arguments: Any) -> Any:
+        """TrainerRank.update, its progress to be read by `progress`."""
+        return self._started.update(*arguments, self._advance)
 
     @ray.method(concurrency_group="watch")
     def progress(self) -> tuple[int, int]:
         """(done, all) forwards of the update at work."""
         return self.done
 
+    @property
+    def _started(self) -> Any:
+        if self.rank is None:
+            raise StageError("the trainer was not started")
+        return self.rank
+
     def _advance(self, at: dict[str, int]) -> None:
         total = at["steps"] * at["micro_batches"]
         self.done = (at["step"] * at["micro_batches"] + at["micro_batch"] + 1, total)
-
-
-def one_thread() -> None:
-    """One compute thread a process on the CPU: the same bits on any machine, and more processes beat more threads."""
-    import torch
-
-    torch.set_num_threads(1)

@@ -1,6 +1,8 @@
 """A driver's actors, started when a stage first needs them and ended with the command.
 
-A stage that is reused needs none: a finished run starts no Ray, engine or trainer.
+A stage that is reused needs none: a finished run starts no Ray, engine or trainer. The actors of a run that is trained
+are named and outlive a command that is killed; the next one takes over those that are idle, clean and made from the
+same things, and ends the others before it looks at anything they may have written.
 """
 
 from __future__ import annotations
@@ -16,12 +18,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from miles_core.config import RunConfig
 from miles_core.errors import InputError, StageError
 from miles_core.runtime.cluster import ray_cluster
+from miles_core.runtime.heads import end_left_heads
+from miles_core.runtime.identity import actor_identity
 
 if TYPE_CHECKING:
     from miles_core.pipeline.inputs import Inputs
+    from miles_core.runtime.fenced import Actor, Status
 
 
 T = TypeVar("T")
+_ANSWER_SECONDS = 10.0
 
 
 class ProcessDied(StageError):
@@ -29,27 +35,46 @@ class ProcessDied(StageError):
 
 
 class Workers:
-    """Engines, parsers, scorers and trainer ranks of one run."""
+    """Engines, parsers, scorers and trainer ranks of one run.
+
+    run: what names the run's actors, the same for every command that trains it; empty for actors that end with this
+    command. epoch: the lock's. faults: what `faults.arm` returned.
+    """
 
     def __init__(
-        self, config: RunConfig, inputs: Inputs, state: Path, say: Callable[[str], None] = lambda text: None
+        self,
+        config: RunConfig,
+        inputs: Inputs,
+        state: Path,
+        say: Callable[[str], None] = lambda text: None,
+        *,
+        run: str = "",
+        epoch: int = 0,
+        faults: dict[str, str] | None = None,
     ) -> None:
         self.config, self.inputs, self.state, self.say = config, inputs, state, say
+        self.run, self.epoch, self.faults = run, epoch, faults or {}
         self._stack = contextlib.ExitStack()
         self._connecting = threading.Lock()
         self._starting = {kind: threading.RLock() for kind in ("engines", "parsers", "scorers", "trainer")}
         self._ray: Any = None
         self.aborted = False
-        self._engines: list[Any] | None = None
-        self._parsers: list[Any] | None = None
-        self._scorers: dict[str, list[Any]] = {}
-        self._trainer: list[Any] | None = None
+        self._left: dict[str, tuple[Actor, Status]] = {}
+        self._engines: list[Actor] | None = None
+        self._parsers: list[Actor] | None = None
+        self._scorers: dict[str, list[Actor]] = {}
+        self._trainer: list[Actor] | None = None
 
     def __enter__(self) -> Workers:
         return self
 
-    def __exit__(self, *fault: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *fault: Any) -> None:
+        keep = self.config.cluster.keep_actors and kind is None
+        if self._ray is not None and not keep:
+            self.abort()
         self._stack.close()
+        if self.run and not keep:
+            end_left_heads(self.state, self.run)
 
     @property
     def ray(self) -> Any:
@@ -57,28 +82,38 @@ class Workers:
         with self._connecting:
             if self._ray is None:
                 self.say("starting Ray")
-                self._stack.enter_context(ray_cluster(self.state))
+                cluster = self.config.cluster
+                self._stack.enter_context(
+                    ray_cluster(
+                        self.state,
+                        run=self.run,
+                        namespace=self.run or None,
+                        keep=cluster.keep_actors,
+                        idle_seconds=60.0 * cluster.actor_idle_minutes,
+                    )
+                )
                 import ray
 
                 self._ray = ray
+                self._take_over()
             return self._ray
 
     def connect(self) -> None:
         """Connect to Ray now. Call it in the main thread: Ray takes over signals, which are put back there alone."""
         assert self.ray
 
+    def renew(self) -> None:
+        """Tell every actor that its command lives."""
+        for actor in self._all():
+            with contextlib.suppress(Exception):
+                actor.status()
+
     def abort(self) -> None:
         """End every actor, so that threads that wait for one fail at once and do not start another."""
         self.aborted = True
-        scorers = [actor for group in self._scorers.values() for actor in group]
-        for actor in [*(self._engines or []), *(self._parsers or []), *scorers, *(self._trainer or [])]:
+        for actor in [*self._all(), *(actor for actor, _ in self._left.values())]:
             with contextlib.suppress(Exception):
-                self.ray.kill(actor)
-
-    @property
-    def started(self) -> bool:
-        """Whether any actor or cluster was started."""
-        return self._ray is not None
+                self._ray.kill(actor.handle)
 
     @property
     def device(self) -> str:
@@ -104,20 +139,23 @@ class Workers:
         """Limit of one actor call."""
         return 60.0 * self.config.cluster.distributed_timeout_minutes
 
-    def engine(self, index: int) -> Any:
+    # Engines, parsers, scorers
+
+    def engine(self, index: int) -> Actor:
         """The handle of one engine."""
         return self.engines()[index]
 
-    def engines(self) -> list[Any]:
+    def engines(self) -> list[Actor]:
         """All engines, started."""
         with self._starting["engines"]:
             if self._engines is None:
                 self.need_devices()
-                self.say("starting the engines")
-                self._engines = [self._new_engine(i) for i in range(self.config.cluster.rollout_num_engines)]
+                count = self.config.cluster.rollout_num_engines
+                self._say_start("engines", "engine", count)
+                self._engines = [self._new_engine(i) for i in range(count)]
             return self._engines
 
-    def with_engine(self, index: int, work: Callable[[Any], T]) -> T:
+    def with_engine(self, index: int, work: Callable[[Actor], T]) -> T:
         """Do `work` with an engine; one whose process dies meanwhile is replaced and the work done with the new one.
 
         Raises ProcessDied after --rollout-max-retries replacements. A new engine holds no policy.
@@ -132,73 +170,117 @@ class Workers:
                 self.replace_engine(index, engine)
         raise AssertionError("the last try returns or raises")
 
-    def with_engines(self, work: Callable[[Any], T]) -> list[T]:
+    def with_engines(self, work: Callable[[Actor], T]) -> list[T]:
         """Do `work` with every engine at once; results in order."""
         count = self.config.cluster.rollout_num_engines
         with ThreadPoolExecutor(count) as pool:
             return list(pool.map(lambda index: self.with_engine(index, work), range(count)))
 
-    def replace_engine(self, index: int, dead: Any) -> Any:
+    def replace_engine(self, index: int, dead: Actor) -> Actor:
         """A new engine in the place of a dead one, unless that was done already; it holds no policy yet."""
         with self._starting["engines"]:
             engines = self.engines()
             if engines[index] is dead:
-                with contextlib.suppress(Exception):
-                    self.ray.kill(dead)
+                self._end(dead)
                 engines[index] = self._new_engine(index)
             return engines[index]
 
-    def parsers(self) -> list[Any]:
+    def parsers(self) -> list[Actor]:
         """Processes that encode and write."""
         with self._starting["parsers"]:
             if self._parsers is None:
-                kind = self._kind("ParserActor", num_cpus=0, max_restarts=-1)
-                self._parsers = [kind.remote() for _ in range(self.config.rollout.rollout_parser_num_workers)]
+                count = self.config.rollout.rollout_parser_num_workers
+                self._parsers = [self._new_parser(i) for i in range(count)]
             return self._parsers
 
-    def scorers(self, config: RunConfig, inputs: Inputs) -> list[Any]:
+    def replace_parser(self, index: int, dead: Actor) -> None:
+        """A new parser in the place of one that does not answer, unless that was done already."""
+        with self._starting["parsers"]:
+            parsers = self.parsers()
+            if parsers[index] is dead:
+                self._end(dead)
+                parsers[index] = self._new_parser(index)
+
+    def scorers(self, config: RunConfig, inputs: Inputs) -> list[Actor]:
         """Scorer processes for this reward configuration; a rerun's differ from the run's."""
         args = config.flat()
         key = repr((sorted(config.affecting("rewards").items()), inputs.ocr_folders, inputs.components))
         with self._starting["scorers"]:
             if key not in self._scorers:
-                self.say("starting the scorers")
                 count = config.reward.ocr_num_workers if "ocr" in inputs.components else 1
-                kind = self._kind("RewardActor", num_cpus=0, max_restarts=2)
-                self._scorers[key] = [kind.remote(f"scorer-{i}", args, inputs.ocr_folders) for i in range(count)]
+                self._say_start("scorers", "scorer", count)
+                self._scorers[key] = [self._new_scorer(i, args, inputs) for i in range(count)]
             return self._scorers[key]
+
+    def replace_scorer(self, group: list[Actor], index: int, dead: Actor, config: RunConfig, inputs: Inputs) -> None:
+        """A new scorer in the place of one that does not answer, unless that was done already."""
+        with self._starting["scorers"]:
+            if group[index] is dead:
+                self._end(dead)
+                group[index] = self._new_scorer(index, config.flat(), inputs)
+
+    # The trainer
 
     def train(self, verb: str, *arguments: Any, watch: Callable[[int, int], None] | None = None) -> list[Any]:
         """Call a verb on every trainer rank, starting them first; results in rank order.
 
-        `watch` is told now and then how many of how many forwards of an update are done.
+        `watch` is told now and then how many of how many forwards of an update are done. Raises StageError that names
+        the rank and where it is where nothing has moved for the time limit.
         """
         with self._starting["trainer"]:
             if self._trainer is None:
                 self._trainer = self._start_trainer()
             ranks = self._trainer
-        calls = [rank.call.remote(verb, *arguments) for rank in ranks]
+        calls = [rank.call(verb, *arguments) for rank in ranks]
         try:
-            deadline, seen = time.monotonic() + self.seconds, (0, 0)
-            while watch is not None and self.ray.wait(calls, num_returns=len(calls), timeout=1.0)[1]:
-                done = self.ray.get(ranks[0].progress.remote(), timeout=self.seconds)
-                if done != seen:
-                    deadline, seen = time.monotonic() + self.seconds, done
-                    watch(*done)
-                elif time.monotonic() > deadline:
-                    break
+            self._watch(ranks, calls, watch or (lambda done, total: None))
             return self.get(calls, f"the trainer's {verb}")
         except BaseException:
             # A rank that failed half-way holds neither the old policy nor the new one.
             self.end_trainer()
             raise
 
+    def _watch(self, ranks: list[Actor], calls: list[Any], watch: Callable[[int, int], None]) -> None:
+        """Wait for all ranks, or for the first that fails, as long as something moves."""
+        deadline, seen = time.monotonic() + self.seconds, [(0, 0)] * len(ranks)
+        waiting = list(calls)
+        while waiting:
+            ready, waiting = self.ray.wait(waiting, num_returns=1, timeout=1.0)
+            if ready:
+                self.get(ready, f"trainer rank {calls.index(ready[0])}")
+                deadline = time.monotonic() + self.seconds
+                continue
+            done = self._ask([rank.handle.progress.remote() for rank in ranks])
+            if done is not None and done != seen:
+                deadline, seen = time.monotonic() + self.seconds, done
+                watch(*done[0])
+            elif time.monotonic() > deadline:
+                raise StageError(
+                    f"the trainer has not moved for {self.seconds / 60:g} minutes (--distributed-timeout-minutes): "
+                    f"{self._where(ranks)}; run the same command again to resume"
+                )
+
+    def _ask(self, references: list[Any]) -> list[Any] | None:
+        """Answers to questions that take no time; None where one does not answer at once."""
+        try:
+            answers: list[Any] = self.ray.get(references, timeout=_ANSWER_SECONDS)
+            return answers
+        except (self.ray.exceptions.GetTimeoutError, self.ray.exceptions.RayActorError):
+            return None
+
+    def _where(self, ranks: list[Actor]) -> str:
+        """What each rank is at, in words."""
+        places = []
+        for number, rank in enumerate(ranks):
+            status = self._ask([rank.status()])
+            places.append(f"rank {number} {'does not answer' if status is None else 'is at ' + status[0].at}")
+        return ", ".join(places)
+
     def end_trainer(self) -> None:
         """End the trainer ranks; the next call starts new ones."""
         with self._starting["trainer"]:
             for rank in self._trainer or []:
-                with contextlib.suppress(Exception):
-                    self.ray.kill(rank)
+                self._end(rank)
             self._trainer = None
 
     def get(self, references: list[Any], what: str) -> list[Any]:
@@ -207,7 +289,7 @@ class Workers:
             return self.ray.get(references, timeout=self.seconds)
         except self.ray.exceptions.GetTimeoutError:
             raise StageError(
-                f"{what} did not answer within {self.seconds / 60:.0f} minutes (--distributed-timeout-minutes); "
+                f"{what} did not answer within {self.seconds / 60:g} minutes (--distributed-timeout-minutes); "
                 "run the same command again to resume"
             ) from None
         except self.ray.exceptions.RayActorError as fault:
@@ -217,34 +299,20 @@ class Workers:
         except self.ray.exceptions.RayTaskError as fault:
             raise fault.cause if isinstance(fault.cause, Exception) else fault from None
 
-    def _kind(self, name: str, **options: Any) -> Any:
-        if self.aborted:
-            raise StageError("the command was ended; run it again to resume")
-        ray = self.ray
-        # Ray is configured by the environment when it is imported, and the actors' module imports it.
-        from miles_core.runtime import actors
-
-        return ray.remote(**options)(getattr(actors, name))
-
-    def _new_engine(self, index: int) -> Any:
-        device = self.device
-        resources: dict[str, Any] = {"num_gpus": 1} if device == "cuda" else {"num_cpus": 0}
-        kind = self._kind("EngineActor", **resources)
-        return kind.options(max_concurrency=1).remote(
-            f"engine-{index}", self.config, str(self.inputs.checkpoint), self.inputs.family, device
-        )
-
-    def _start_trainer(self) -> list[Any]:
+    def _start_trainer(self) -> list[Actor]:
         self.need_devices()
-        self.say("starting the trainer")
         cluster = self.config.cluster
         world, device = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node, self.device
-        resources: dict[str, Any] = {"num_gpus": 1} if device == "cuda" else {"num_cpus": 0}
-        kind = self._kind("TrainerActor", concurrency_groups={"watch": 1}, **resources)
-        ranks = [kind.remote() for _ in range(world)]
-        host, port = self.get([ranks[0].address.remote()], "the start of the trainer")[0]
+        names = [f"trainer-{rank}" for rank in range(world)]
+        identity = self._identity("TrainerActor")
+        if all(name in self._left and self._left[name][1].identity == identity for name in names):
+            return [self._left.pop(name)[0] for name in names]
+        self.say("starting the trainer")
+        ranks = [self._actor("TrainerActor", name, fresh=True) for name in names]
+        host, port = self.get([ranks[0].call("address")], "the start of the trainer")[0]
         start = [
-            actor.start.remote(
+            actor.call(
+                "start",
                 self.config,
                 str(self.inputs.checkpoint),
                 self.inputs.family,
@@ -256,8 +324,93 @@ class Workers:
             )
             for rank, actor in enumerate(ranks)
         ]
-        self.get(start, "the start of the trainer")
+        try:
+            self.get(start, "the start of the trainer")
+        except BaseException:
+            for actor in ranks:
+                self._end(actor)
+            raise
         return ranks
+
+    # Actors
+
+    def _say_start(self, what: str, name: str, count: int) -> None:
+        if any(f"{name}-{i}" not in self._left for i in range(count)):
+            self.say(f"starting the {what}")
+
+    def _new_engine(self, index: int) -> Actor:
+        device = self.device
+        arguments = (self.config, str(self.inputs.checkpoint), self.inputs.family, device)
+        return self._actor("EngineActor", f"engine-{index}", *arguments)
+
+    def _new_parser(self, index: int) -> Actor:
+        return self._actor("ParserActor", f"parser-{index}", max_restarts=-1)
+
+    def _new_scorer(self, index: int, args: dict[str, Any], inputs: Inputs) -> Actor:
+        return self._actor("RewardActor", f"scorer-{index}", args, inputs.ocr_folders, max_restarts=2)
+
+    def _actor(self, kind: str, name: str, *arguments: Any, fresh: bool = False, max_restarts: int = 0) -> Actor:
+        """An actor of that name: the one that an earlier command left where it fits, else a new one."""
+        if self.aborted:
+            raise StageError("the command was ended; run it again to resume")
+        ray = self.ray
+        # Ray is configured by the environment when it is imported, and the actors' modules import it.
+        from miles_core.runtime import actors
+        from miles_core.runtime.fenced import Actor, Terms
+
+        identity = self._identity(kind, *arguments)
+        left = self._left.pop(name, None)
+        if left:
+            if left[1].identity == identity and not fresh:
+                return left[0]
+            left[0].end(self._pid_here(left[1]))
+        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": max_restarts, "concurrency_groups": {"watch": 1}}
+        if kind in ("EngineActor", "TrainerActor") and self.device == "cuda":
+            options["num_gpus"] = 1
+        if self.run:
+            options |= {"name": name, "lifetime": "detached"}
+        idle = 60.0 * self.config.cluster.actor_idle_minutes if self.run else 0.0
+        terms = Terms(name, self.epoch, identity, idle, self.faults)
+        handle = ray.remote(**options)(getattr(actors, kind)).remote(terms, *arguments)
+        return Actor(name, handle, self.epoch)
+
+    def _identity(self, kind: str, *arguments: Any) -> str:
+        return actor_identity(kind, self.config, self.inputs, self.device, arguments[1:] if arguments else ())
+
+    def _take_over(self) -> None:
+        """Raise the epoch of every actor that an earlier command left; end those that are busy, dirty or silent."""
+        if not self.run:
+            return
+        from miles_core.runtime.fenced import Actor
+
+        for name in self._ray.util.list_named_actors():
+            actor = Actor(name, self._ray.get_actor(name), self.epoch)
+            status = self._entered(actor)
+            if status is None or status.busy or status.dirty:
+                actor.end(self._pid_here(status))
+            else:
+                self._left[name] = (actor, status)
+        if self._left:
+            self.say(f"{len(self._left)} processes of an earlier command are taken over")
+
+    def _entered(self, actor: Actor) -> Status | None:
+        try:
+            status: Status = self._ray.get(actor.enter(self.faults), timeout=_ANSWER_SECONDS)
+            return status
+        except (self._ray.exceptions.GetTimeoutError, self._ray.exceptions.RayError):
+            return None
+
+    def _pid_here(self, status: Status | None) -> int | None:
+        here = self._ray.get_runtime_context().get_node_id()
+        return status.pid if status is not None and status.node == here else None
+
+    def _end(self, actor: Actor) -> None:
+        status = self._ask([actor.status()]) if not self.aborted else None
+        actor.end(self._pid_here(status[0]) if status else None)
+
+    def _all(self) -> list[Actor]:
+        scorers = [actor for group in self._scorers.values() for actor in group]
+        return [*(self._engines or []), *(self._parsers or []), *scorers, *(self._trainer or [])]
 
 
 def reason_of(fault: Exception) -> str:

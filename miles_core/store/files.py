@@ -7,11 +7,13 @@ file or none, and of several writers one wins.
 import os
 import posixpath
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import fsspec
+from filelock import FileLock
 
 
 class DamagedError(RuntimeError):
@@ -50,7 +52,7 @@ class Files:
         except FileNotFoundError:
             return []
         names = (posixpath.basename(str(name).rstrip("/")) for name in found)
-        return sorted(name for name in names if name and not name.startswith(".tmp-"))
+        return sorted(name for name in names if name and not name.startswith((".tmp-", ".lock-")))
 
     def create(self, path: str, data: bytes) -> bool:
         """Write a file that must not exist yet. False, and nothing changed, where it exists already."""
@@ -78,6 +80,22 @@ class Files:
         target, temporary = self._temporary(path, data)
         os.replace(temporary, target)
         _sync_folder(target.parent)
+
+    def edit(self, path: str, change: Callable[[bytes | None], bytes | None]) -> bytes | None:
+        """Read, change and write back as one: of several editors none loses another's change.
+
+        `change` gets the content, None where there is no file, and returns the new one, or None to leave it. A race
+        may call it again. Returns what is in the file afterwards.
+        """
+        target = Path(self.url(path))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(target.parent / f".lock-{target.name}"):
+            before = target.read_bytes() if target.exists() else None
+            after = change(before)
+            if after is None:
+                return before
+            self.replace(path, after)
+            return after
 
     @property
     def _fs(self) -> Any:

@@ -8,12 +8,14 @@
 import json
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from miles_core.errors import InputError, StageError
 from miles_core.store.digest import canonical_json
 from miles_core.store.files import DamagedError, Files
+from miles_core.store.lock import LockLost
 from miles_core.store.manifest import Manifest, Upstream, read_manifest, stage_digest
 from miles_core.store.parts import Part, read_bytes
 from miles_core.store.stages import STAGES, StageName
@@ -48,10 +50,11 @@ class Attempt:
 
 @dataclass(frozen=True)
 class RunStore:
-    """All artifacts of one run."""
+    """All artifacts of one run. `epoch` is the lock's where this process holds it: only then the line moves."""
 
     files: Files
     run: str
+    epoch: int | None = None
 
     def __post_init__(self) -> None:
         check_run_id(self.run)
@@ -65,9 +68,11 @@ class RunStore:
     def record(self) -> dict[str, Any] | None:
         """run.json, or None where the run does not exist yet."""
         try:
-            data = self.files.read(self.record_path)
+            return self._parse_record(self.files.read(self.record_path))
         except FileNotFoundError:
             return None
+
+    def _parse_record(self, data: bytes) -> dict[str, Any]:
         try:
             record: dict[str, Any] = json.loads(data)
             version = int(record["schema_version"])
@@ -89,12 +94,25 @@ class RunStore:
         body = {"schema_version": RUN_SCHEMA_VERSION, "run": self.run, "line": {}, "created_at": time.time()} | record
         return self.files.create(self.record_path, json.dumps(body, indent=1).encode())
 
-    def update_record(self, **changes: Any) -> None:
-        """Replace fields of run.json atomically."""
-        record = self.record()
-        if record is None:
-            raise StageError(f"{self.files.url(self.record_path)} has gone: restore it and run the same command again")
-        self.files.replace(self.record_path, json.dumps(record | changes, indent=1).encode())
+    def update_record(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """Change run.json as one: of several writers none loses another's change.
+
+        Raises LockLost where a command of a later epoch has the run, StageError where the record has gone.
+        """
+
+        def edit(data: bytes | None) -> bytes | None:
+            if data is None:
+                where = self.files.url(self.record_path)
+                raise StageError(f"{where} has gone: restore it and run the same command again")
+            record = self._parse_record(data)
+            if self.epoch is not None and record.get("epoch", 0) > self.epoch:
+                raise LockLost(
+                    f"run {self.run} was taken over by another command; nothing more of this one is committed"
+                )
+            changed = change(record)
+            return None if changed == record else json.dumps(changed, indent=1).encode()
+
+        self.files.edit(self.record_path, edit)
 
     # The line
 
@@ -105,10 +123,8 @@ class RunStore:
 
     def move_line(self, manifest: Manifest) -> None:
         """Name this attempt on the run's line."""
-        record = self.record() or {}
         slot = _slot(manifest.stage, manifest.iteration)
-        if record.get("line", {}).get(slot) != manifest.attempt:
-            self.update_record(line=record.get("line", {}) | {slot: manifest.attempt})
+        self.update_record(lambda record: record | {"line": record["line"] | {slot: manifest.attempt}})
 
     # Attempts
 

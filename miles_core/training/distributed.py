@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def start_process_group(
-    *, rank: int, world_size: int, master_address: str, master_port: int, device: str, timeout_minutes: int
+    *, rank: int, world_size: int, master_address: str, master_port: int, device: str, timeout_minutes: float
 ) -> torch.device:
     """Join the group (gloo, beside it nccl on cuda) and return this rank's device. Raises StageError."""
     if dist.is_initialized():

@@ -1,0 +1,129 @@
+"""Named places where a test can make a run fail: MILES_FAULT=<point>:<n>:<action>, several with commas.
+
+`update:after_step:2:kill9` ends the process that is the second to pass that point, counted over all processes of the
+command, once. `@name` after the point counts one actor alone: `update:after_step@trainer-1:1:hang`. Actions: kill9,
+stop (SIGSTOP), hang, error, slow (5 s) or slow=SECONDS.
+"""
+
+import os
+import re
+import signal
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from miles_core.errors import InputError, StageError
+from miles_core.store.stages import STAGES
+
+VARIABLE = "MILES_FAULT"
+_COUNTS = "MILES_FAULT_COUNTS"
+_NAME = "MILES_FAULT_NAME"
+
+BOUNDARIES = {
+    "start": "the command: the attempt is open, nothing made",
+    "before_commit": "the command: all is made, no manifest yet",
+    "after_commit": "the command: the manifest is there, the line not moved",
+    "end": "the command: the line names the attempt",
+}
+INSIDE = {
+    "rollout:landed": "the command: a microgroup's part was told of",
+    "rollout:generate": "an engine: before it generates",
+    "rollout:write": "a parser: before it writes",
+    "rollout:written": "a parser: between the files of one microgroup",
+    "rewards:landed": "the command: a part's scores were told of",
+    "rewards:score": "a scorer: before it scores a part",
+    "update:forward": "a trainer rank: before a forward",
+    "update:after_step": "a trainer rank: after an optimizer step",
+    "update:write": "a trainer rank: before a file of the new policy",
+    "sync:push": "an engine: before it takes a policy",
+    "sync:pushed": "an engine: after it took a policy",
+}
+POINTS = {f"{stage}:{name}": doc for stage in STAGES if stage != "evaluation" for name, doc in BOUNDARIES.items()}
+POINTS |= INSIDE
+_ACTION = re.compile(r"kill9|stop|hang|error|slow(=\d+(\.\d+)?)?")
+
+
+class FaultInjected(StageError):
+    """What the action `error` raises."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault: the n-th passage of `point`, by the actor `name` alone where it is given."""
+
+    point: str
+    name: str | None
+    n: int
+    action: str
+
+
+def parse_faults(text: str) -> list[Fault]:
+    """The faults that MILES_FAULT asks for. Raises InputError."""
+    found = []
+    for given in filter(None, text.split(",")):
+        words = given.split(":")
+        point, _, name = ":".join(words[:2]).partition("@")
+        if len(words) != 4 or not words[2].isdecimal() or int(words[2]) < 1 or not _ACTION.fullmatch(words[3]):
+            raise InputError(f"{VARIABLE} {given!r} is no fault: give <stage>:<place>[@actor]:<n>:<action>")
+        if point not in POINTS:
+            raise InputError(f"{VARIABLE} names no point {point!r}: choose one of {', '.join(sorted(POINTS))}")
+        found.append(Fault(point, name or None, int(words[2]), words[3]))
+    return found
+
+
+def arm() -> dict[str, str]:
+    """Called once by a command: checks MILES_FAULT and returns the environment its actors need; empty without it."""
+    if not os.environ.get(VARIABLE):
+        return {}
+    parse_faults(os.environ[VARIABLE])
+    os.environ[_COUNTS] = tempfile.mkdtemp(prefix="miles-faults-")
+    return {name: os.environ[name] for name in (VARIABLE, _COUNTS)}
+
+
+def arm_actor(name: str, environment: dict[str, str]) -> None:
+    """Called by an actor with what `arm` gave its command."""
+    for variable in (VARIABLE, _COUNTS):
+        os.environ.pop(variable, None)
+    os.environ.update(environment)
+    os.environ[_NAME] = name
+
+
+def fault_point(point: str) -> None:
+    """A named place. Does nothing unless MILES_FAULT asks for this passage of it."""
+    if not os.environ.get(VARIABLE) or not os.environ.get(_COUNTS):
+        return
+    assert point in POINTS, point
+    mine = os.environ.get(_NAME)
+    for name in (None, mine):
+        wanted = [f for f in parse_faults(os.environ[VARIABLE]) if (f.point, f.name) == (point, name)]
+        if wanted and (name is None or mine is not None):
+            passage = _count(f"{point}@{name or ''}".replace(":", "-"))
+            for fault in wanted:
+                if fault.n == passage:
+                    _act(fault)
+
+
+def _count(key: str) -> int:
+    """The number of this passage, from 1; each is given out once, whatever the process."""
+    number = 0
+    while True:
+        number += 1
+        try:
+            Path(os.environ[_COUNTS], f"{key}-{number}").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        return number
+
+
+def _act(fault: Fault) -> None:
+    if fault.action == "kill9":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault.action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault.action == "hang":
+        time.sleep(10**7)
+    elif fault.action == "error":
+        raise FaultInjected(f"{fault.point} failed because {VARIABLE} asks for it")
+    else:
+        time.sleep(float(fault.action.partition("=")[2] or 5))

@@ -1,0 +1,193 @@
+"""Ray heads on this machine: each with a keeper that ends it when no command has used it for a while.
+
+A head is noted in a file of the state folder: who uses it, who keeps it, its folder, address, token and the run it was
+started for. A command that was killed leaves its head to the next one of the same run.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import psutil
+from filelock import FileLock
+
+from miles_core.errors import StageError
+
+START_SECONDS = 90
+Identity = tuple[int, float]
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head's note. owner: the command that uses it, None where it was left on purpose. run: "" for one that no
+    other command may use. address is empty until it is up."""
+
+    folder: str
+    token: str
+    run: str
+    idle_seconds: float
+    owner: Identity | None
+    keeper: Identity | None = None
+    address: str = ""
+
+    @property
+    def used(self) -> bool:
+        return self.owner is not None and alive(self.owner)
+
+    @property
+    def kept(self) -> bool:
+        return self.keeper is not None and alive(self.keeper)
+
+
+def identity(pid: int) -> Identity:
+    """A process's number and start, which together are no other process's."""
+    return pid, psutil.Process(pid).create_time()
+
+
+def alive(who: Identity) -> bool:
+    """Whether that very process lives."""
+    try:
+        return identity(int(who[0])) == tuple(who) and psutil.Process(int(who[0])).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def start_head(state: Path, token: str, run: str, idle_seconds: float) -> tuple[Path, Head]:
+    """A new head of this process's, up. Raises StageError with its last lines where it does not come up."""
+    folder = Path(tempfile.mkdtemp(prefix="miles-ray-"))
+    note = state / f"{folder.name.removeprefix('miles-')}.json"
+    write_note(note, Head(str(folder), token, run, idle_seconds, identity(os.getpid())))
+    log = folder / "head.log"
+    with log.open("wb") as out:
+        keeper = subprocess.Popen(
+            [sys.executable, "-m", "miles_core.runtime.keeper", str(note)],
+            env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and keeper.poll() is None:
+        head = read_note(note)
+        if head and head.address:
+            return note, head
+        time.sleep(0.05)
+    lines = log.read_text(errors="replace").strip().splitlines()[-5:] if log.exists() else []
+    end_head(note)
+    raise StageError(f"the Ray head did not start within {START_SECONDS} s: " + " | ".join(lines))
+
+
+def adopt_head(state: Path, run: str) -> tuple[Path, Head] | None:
+    """The head that a killed command of this run left, or one that was left on purpose; now this process's."""
+    with _notes_lock(state):
+        for note, head in notes(state):
+            if head.run == run and head.run and head.kept and head.address and not head.used:
+                mine = replace(head, owner=identity(os.getpid()))
+                write_note(note, mine)
+                return note, mine
+    return None
+
+
+def leave_head(note: Path) -> None:
+    """Leave a head to the next command of its run; its keeper ends it when none comes."""
+    head = read_note(note)
+    if head:
+        write_note(note, replace(head, owner=None))
+
+
+def end_head(note: Path) -> bool:
+    """End a head, its keeper and all below; whether anything was there to end."""
+    head = read_note(note)
+    note.unlink(missing_ok=True)
+    if head is None:
+        return False
+    found = False
+    if head.keeper and head.kept:
+        found = True
+        end_process_group(int(head.keeper[0]))
+    for pid in [pid for pid in psutil.pids() if _works_in(pid, head.folder)]:
+        found = True
+        end_process_group(pid)
+    shutil.rmtree(head.folder, ignore_errors=True)
+    return found
+
+
+def end_left_heads(state: Path, run: str | None = None, *, unkept_only: bool = False) -> int:
+    """End heads that no command uses: of one run where it is given, else of all; or only those that nobody keeps.
+
+    Returns how many there were.
+    """
+    ended = 0
+    with _notes_lock(state):
+        for note, head in notes(state):
+            if not head.used and run in (None, head.run) and not (unkept_only and head.kept):
+                ended += end_head(note)
+    return ended
+
+
+def notes(state: Path) -> Iterator[tuple[Path, Head]]:
+    """All notes that can be read; one that cannot is dropped."""
+    for note in sorted(state.glob("ray-*.json")):
+        head = read_note(note)
+        if head is None:
+            note.unlink(missing_ok=True)
+        else:
+            yield note, head
+
+
+def read_note(note: Path) -> Head | None:
+    """None where there is none, or where it is no note."""
+    try:
+        body = json.loads(note.read_text())
+        owner, keeper = (None if body[k] is None else (int(body[k][0]), float(body[k][1])) for k in ("owner", "keeper"))
+        return Head(**{**body, "owner": owner, "keeper": keeper})
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None
+
+
+def write_note(note: Path, head: Head) -> None:
+    """Whole or not at all; its token is for this user alone."""
+    note.parent.mkdir(parents=True, exist_ok=True)
+    handle, unfinished = tempfile.mkstemp(dir=note.parent)
+    with os.fdopen(handle, "w") as file:
+        json.dump(asdict(head), file)
+    os.replace(unfinished, note)
+
+
+def end_process_group(pid: int, patience: float = 10) -> None:
+    """End a process and all below it: politely first, then for good."""
+    try:
+        family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+    _, alive_still = psutil.wait_procs(family, timeout=patience)
+    for process in alive_still:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive_still, timeout=patience)
+
+
+def _notes_lock(state: Path) -> FileLock:
+    state.mkdir(parents=True, exist_ok=True)
+    return FileLock(state / ".ray.lock")
+
+
+def _works_in(pid: int, folder: str) -> bool:
+    try:
+        return pid != os.getpid() and any(
+            word.startswith("--") and folder in word for word in psutil.Process(pid).cmdline()
+        )
+    except psutil.Error:
+        return False

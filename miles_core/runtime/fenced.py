@@ -44,7 +44,6 @@ class Status:
     busy: str
     dirty: bool
     pid: int
-    node: str
     at: str
 
 
@@ -83,9 +82,7 @@ class FencedActor:
     @ray.method(concurrency_group="watch")
     def status(self, epoch: int) -> Status:
         self._accept(epoch)
-        node = ray.get_runtime_context().get_node_id()
-        terms = self._terms
-        return Status(terms.identity, self._epoch, self._busy, self._dirty, os.getpid(), node, self.at())
+        return Status(self._terms.identity, self._epoch, self._busy, self._dirty, os.getpid(), self.at())
 
     def at(self) -> str:
         """Where in its work the actor is, in words."""
@@ -123,12 +120,14 @@ class Actor:
         """A reference to the status of the actor as it is taken over."""
         return self.handle.enter.remote(self.epoch, faults)
 
-    def end(self, pid: int | None = None, patience: float = 10.0) -> None:
-        """End the actor for good and wait until its process is gone. pid: where it is known to run on this node."""
+    def end(self, patience: float = 10.0) -> None:
+        """End the actor for good and wait until its process is gone."""
+        pid = _pid_here(self.handle)
         with contextlib.suppress(Exception):
             ray.kill(self.handle)
         if pid is not None:
-            with contextlib.suppress(psutil.NoSuchProcess):
+            # Ray asks a process to end itself, which one that is stopped does not.
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
                 process = psutil.Process(pid)
                 process.kill()
                 process.wait(patience)
@@ -141,6 +140,13 @@ class Actor:
             except (ray.exceptions.GetTimeoutError, StaleEpoch):
                 continue
             time.sleep(0.05)
+
+
+def _pid_here(handle: Any) -> int | None:
+    """The actor's process where it runs on this node, as Ray's own table has it: the actor may not answer."""
+    row = ray._private.state.actors(handle._actor_id.hex())
+    here = ray.get_runtime_context().get_node_id()
+    return int(row["Pid"]) if row and row["Address"]["NodeID"] == here and row["Pid"] else None
 
 
 def one_thread() -> None:

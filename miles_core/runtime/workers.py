@@ -181,7 +181,7 @@ class Workers:
         with self._starting["engines"]:
             engines = self.engines()
             if engines[index] is dead:
-                self._end(dead)
+                dead.end()
                 engines[index] = self._new_engine(index)
             return engines[index]
 
@@ -198,7 +198,7 @@ class Workers:
         with self._starting["parsers"]:
             parsers = self.parsers()
             if parsers[index] is dead:
-                self._end(dead)
+                dead.end()
                 parsers[index] = self._new_parser(index)
 
     def scorers(self, config: RunConfig, inputs: Inputs) -> list[Actor]:
@@ -216,7 +216,7 @@ class Workers:
         """A new scorer in the place of one that does not answer, unless that was done already."""
         with self._starting["scorers"]:
             if group[index] is dead:
-                self._end(dead)
+                dead.end()
                 group[index] = self._new_scorer(index, config.flat(), inputs)
 
     # The trainer
@@ -280,7 +280,7 @@ class Workers:
         """End the trainer ranks; the next call starts new ones."""
         with self._starting["trainer"]:
             for rank in self._trainer or []:
-                self._end(rank)
+                rank.end()
             self._trainer = None
 
     def get(self, references: list[Any], what: str) -> list[Any]:
@@ -328,7 +328,7 @@ class Workers:
             self.get(start, "the start of the trainer")
         except BaseException:
             for actor in ranks:
-                self._end(actor)
+                actor.end()
             raise
         return ranks
 
@@ -363,7 +363,7 @@ class Workers:
         if left:
             if left[1].identity == identity and not fresh:
                 return left[0]
-            left[0].end(self._pid_here(left[1]))
+            left[0].end()
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": max_restarts, "concurrency_groups": {"watch": 1}}
         if kind in ("EngineActor", "TrainerActor") and self.device == "cuda":
             options["num_gpus"] = 1
@@ -387,7 +387,7 @@ class Workers:
             actor = Actor(name, self._ray.get_actor(name), self.epoch)
             status = self._entered(actor)
             if status is None or status.busy or status.dirty:
-                actor.end(self._pid_here(status))
+                actor.end()
             else:
                 self._left[name] = (actor, status)
         if self._left:
@@ -399,14 +399,6 @@ class Workers:
             return status
         except (self._ray.exceptions.GetTimeoutError, self._ray.exceptions.RayError):
             return None
-
-    def _pid_here(self, status: Status | None) -> int | None:
-        here = self._ray.get_runtime_context().get_node_id()
-        return status.pid if status is not None and status.node == here else None
-
-    def _end(self, actor: Actor) -> None:
-        status = self._ask([actor.status()]) if not self.aborted else None
-        actor.end(self._pid_here(status[0]) if status else None)
 
     def _all(self) -> list[Actor]:
         scorers = [actor for group in self._scorers.values() for actor in group]

@@ -7,7 +7,7 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from miles_core.errors import InputError, StageError
@@ -17,24 +17,25 @@ from miles_core.runtime.heads import Head, adopt_head, end_head, end_left_heads,
 @contextlib.contextmanager
 def ray_cluster(
     state: Path, *, run: str = "", namespace: str | None = None, keep: bool = False, idle_seconds: float = 1800.0
-) -> Iterator[None]:
-    """Join RAY_ADDRESS, or the head that a killed command of the same `run` left, or start one.
+) -> Iterator[Callable[[], bool]]:
+    """Join RAY_ADDRESS, or the head that a killed command of the same `run` left, or start one. Gives a function that
+    says whether the head, where it is an own one, is still kept.
 
     An own head is ended at the end unless `keep` says to leave it to the next command; a keeper ends one that nobody
     has used for `idle_seconds`. Raises InputError where RAY_ADDRESS does not answer.
     """
     address = os.environ.get("RAY_ADDRESS")
+    head: Head | None = None
     with contextlib.ExitStack() as stack:
         if address:
             _connect(address, namespace, own=False)
         else:
             note, head = _own_head(state, run, idle_seconds, namespace)
             stack.callback(lambda: leave_head(note) if keep and run else end_head(note))
-            assert head.address
         import ray
 
         stack.callback(ray.shutdown)
-        yield
+        yield lambda: head is None or head.kept
 
 
 def _own_head(state: Path, run: str, idle_seconds: float, namespace: str | None) -> tuple[Path, Head]:

@@ -77,7 +77,9 @@ def arm() -> dict[str, str]:
     if not os.environ.get(VARIABLE):
         return {}
     parse_faults(os.environ[VARIABLE])
-    os.environ[_COUNTS] = tempfile.mkdtemp(prefix="miles-faults-")
+    # Whoever watches the counts from outside names the folder.
+    os.environ.setdefault(_COUNTS, "")
+    os.environ[_COUNTS] = os.environ[_COUNTS] or tempfile.mkdtemp(prefix="miles-faults-")
     return {name: os.environ[name] for name in (VARIABLE, _COUNTS)}
 
 
@@ -94,14 +96,14 @@ def fault_point(point: str) -> None:
     if not os.environ.get(VARIABLE) or not os.environ.get(_COUNTS):
         return
     assert point in POINTS, point
-    mine = os.environ.get(_NAME)
-    for name in (None, mine):
-        wanted = [f for f in parse_faults(os.environ[VARIABLE]) if (f.point, f.name) == (point, name)]
-        if wanted and (name is None or mine is not None):
-            passage = _count(f"{point}@{name or ''}".replace(":", "-"))
-            for fault in wanted:
-                if fault.n == passage:
-                    _act(fault)
+    here = [
+        f for f in parse_faults(os.environ[VARIABLE]) if f.point == point and f.name in (None, os.environ.get(_NAME))
+    ]
+    for name in sorted({f.name or "" for f in here}):
+        passage = _count(f"{point}@{name}".replace(":", "-"))
+        for fault in here:
+            if (fault.name or "", fault.n) == (name, passage):
+                _act(fault)
 
 
 def _count(key: str) -> int:

@@ -58,6 +58,7 @@ class Workers:
         self._connecting = threading.Lock()
         self._starting = {kind: threading.RLock() for kind in ("engines", "parsers", "scorers", "trainer")}
         self._ray: Any = None
+        self._head_lives: Callable[[], bool] = lambda: True
         self.aborted = False
         self._left: dict[str, tuple[Actor, Status]] = {}
         self._engines: list[Actor] | None = None
@@ -83,7 +84,7 @@ class Workers:
             if self._ray is None:
                 self.say("starting Ray")
                 cluster = self.config.cluster
-                self._stack.enter_context(
+                self._head_lives = self._stack.enter_context(
                     ray_cluster(
                         self.state,
                         run=self.run,
@@ -103,7 +104,9 @@ class Workers:
         assert self.ray
 
     def renew(self) -> None:
-        """Tell every actor that its command lives."""
+        """Tell every actor that its command lives. Raises StageError where the command's Ray head died."""
+        if not self._head_lives():
+            raise StageError("the Ray head of this command died; run the same command again to resume")
         for actor in self._all():
             with contextlib.suppress(Exception):
                 actor.status()
@@ -111,6 +114,8 @@ class Workers:
     def abort(self) -> None:
         """End every actor, so that threads that wait for one fail at once and do not start another."""
         self.aborted = True
+        if not self._head_lives():
+            return
         for actor in [*self._all(), *(actor for actor, _ in self._left.values())]:
             with contextlib.suppress(Exception):
                 self._ray.kill(actor.handle)

@@ -117,7 +117,8 @@ class RunLock:
             time.sleep(min(1.0, standing.lease_seconds / 10))
 
     def keep(self, on_beat: Callable[[], None], on_lost: Callable[[str], None]) -> None:
-        """Renew in the background until release: `on_beat` at every renewal, `on_lost` once with why it ended."""
+        """Renew in the background until release: `on_beat` at every renewal, `on_lost` once with why it ended, which
+        a StageError of `on_beat` is, too."""
 
         def run() -> None:
             while not self._ended.wait(self.lease_seconds / 3):
@@ -132,7 +133,11 @@ class RunLock:
                 if stop:
                     on_lost(f"run {self.run} was asked to stop")
                     return
-                on_beat()
+                try:
+                    on_beat()
+                except StageError as fault:
+                    on_lost(str(fault))
+                    return
 
         self._keeper = threading.Thread(target=run, name="run-lock", daemon=True)
         self._keeper.start()

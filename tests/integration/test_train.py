@@ -11,60 +11,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pyarrow.parquet as pq
 import pytest
-from filelock import FileLock
 
-from miles_core.store.files import Files
-from miles_core.store.manifest import Manifest
+sys.path.insert(0, str(Path(__file__).parent))
+
+from commands import MILES, Place, ray_processes
+
 from miles_core.store.parts import read_bytes, read_table
-from miles_core.store.run_store import RunStore
-from miles_core.store.stages import ITERATION_STAGES, StageName
+from miles_core.store.stages import ITERATION_STAGES
 from miles_core.weights.packing import adapter_tensors
 from miles_core.weights.verify import probe_tolerance
 
 pytestmark = pytest.mark.integration
-MILES = str(Path(sys.executable).parent / "miles")
-
-
-@dataclass(frozen=True)
-class Place:
-    """A user's home for miles, and the runs in it."""
-
-    home: Path
-
-    def miles(self, *arguments: str, code: int = 0) -> str:
-        """Run a command to its end; its whole output. Fails the test on another exit code."""
-        done = subprocess.run(
-            [MILES, *arguments],
-            env=self.environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=500,
-            check=False,
-        )
-        assert done.returncode == code, done.stdout
-        return done.stdout
-
-    def environment(self) -> dict[str, str]:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MILES_", "RAY_"))}
-        return kept | {"MILES_HOME": str(self.home), "PYTHONUNBUFFERED": "1"}
-
-    def store(self, run: str) -> RunStore:
-        return RunStore(Files(str(self.home / "artifacts")), run)
-
-    def on_line(self, run: str, iteration: int, stage: StageName) -> Manifest:
-        manifest = self.store(run).on_line(stage, iteration)
-        assert manifest is not None
-        return manifest
-
-    def digests(self, run: str, iterations: int) -> dict[str, str]:
-        return {f"{i}/{s}": self.on_line(run, i, s).content_digest for i in range(iterations) for s in ITERATION_STAGES}
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +40,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 def trained(place: Place) -> str:
     """The output of a first run of two iterations."""
     return place.miles("train", "tiny", "--num-rollout", "2")
-
-
-def ray_processes() -> set[int]:
-    names = ("raylet", "gcs_server")
-    return {p.pid for p in psutil.process_iter(["name"]) if p.info["name"] in names}
 
 
 def test_a_run_commits_six_stages_an_iteration(place: Place, trained: str) -> None:
@@ -222,6 +179,7 @@ def test_killed_in_the_middle_of_a_rollout_it_ends_with_the_same_bits(place: Pla
         os.truncate(described, described.stat().st_size // 2)
     output = place.miles(*arguments)
     assert re.search(r"rollout +computed", output)
+    assert "processes of an earlier command are taken over" in output
     assert not ray_processes() & left
     assert all(p.read_bytes() == data for p, data in kept.items())
     mine, other = place.digests("killed", 1), place.digests("tiny", 1)
@@ -247,9 +205,17 @@ def test_a_flipped_byte_in_the_probe_is_found_by_sync_and_healed_by_the_next_com
 
 
 def test_two_commands_do_not_train_one_run(place: Place, trained: str) -> None:
-    with FileLock(place.home / "artifacts/tiny/.lock"):
-        output = place.miles("train", "tiny", "--num-rollout", "9", code=2)
-    assert "run tiny is being trained by another command" in output
+    process = place.start(
+        "train", "tiny", "--num-rollout", "1", "--run-id", "two", MILES_FAULT="prompts:start:1:slow=60"
+    )
+    while not (place.home / "artifacts/two/run.json").exists() and process.poll() is None:
+        time.sleep(0.05)
+    output = place.miles("train", "tiny", "--num-rollout", "1", "--run-id", "two", code=2)
+    assert f"run two is being trained by process {process.pid} on" in output
+    assert "its command ended" in place.miles("stop", "two")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "run the same command again to resume" in output
 
 
 def test_an_engine_a_scorer_and_a_parser_killed_in_the_middle_change_nothing(place: Place, trained: str) -> None:

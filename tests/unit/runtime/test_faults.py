@@ -20,6 +20,7 @@ def ask(monkeypatch: pytest.MonkeyPatch):
     """Ask for faults; the environment is put back afterwards."""
     for name in ("MILES_FAULT", "MILES_FAULT_COUNTS", "MILES_FAULT_NAME"):
         monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
 
     def given(text: str) -> dict[str, str]:
         monkeypatch.setenv("MILES_FAULT", text)

@@ -18,6 +18,7 @@ def train(step: Step, attempt: Attempt, upstream: Upstreams) -> Product:
     inputs = UpdateInputs(
         iteration=step.iteration,
         rollout=list(rollout.data),
+        latents=list(rollout.latents),
         conditioning=list(rollout.under("conditioning/")),
         advantages=list(upstream["advantages"].data),
         policy_parts=list(policy.under("checkpoint/") + policy.under("adapter/")),

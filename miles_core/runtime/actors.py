@@ -12,6 +12,7 @@ import ray
 
 from miles_core.config import RunConfig
 from miles_core.errors import StageError
+from miles_core.rollout.microgroup import Microgroup
 from miles_core.rollout.protocol import GenerateRequest, GenerateResult, SyncReply
 from miles_core.store.files import Files
 from miles_core.store.parts import Part, read_bytes
@@ -78,7 +79,7 @@ class ParserActor:
         one_thread()
         self.worker = ParserWorker()
 
-    def write(self, files: Files, result: GenerateResult, **arguments: Any) -> tuple[Part, Part | None]:
+    def write(self, files: Files, result: GenerateResult, **arguments: Any) -> tuple[Microgroup, Part | None]:
         return self.worker.write(files, result, **arguments)
 
     def write_probe(self, files: Files, path: str, probe: Any) -> Part:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -44,6 +44,7 @@ class Workers:
         self._parsers: list[Any] | None = None
         self._scorers: dict[str, list[Any]] = {}
         self._trainer: list[Any] | None = None
+        self._trained_as = config
 
     def __enter__(self) -> Workers:
         return self
@@ -201,6 +202,21 @@ class Workers:
                     self.ray.kill(rank)
             self._trainer = None
 
+    @contextlib.contextmanager
+    def trainer_of(self, config: RunConfig) -> Iterator[None]:
+        """Trainer ranks of another configuration of the run for a while; before and after it they start afresh."""
+        if config == self._trained_as:
+            yield
+            return
+        before = self._trained_as
+        self.end_trainer()
+        self._trained_as = config
+        try:
+            yield
+        finally:
+            self.end_trainer()
+            self._trained_as = before
+
     def get(self, references: list[Any], what: str) -> list[Any]:
         """Wait for actor calls. Raises the actor's own error, or StageError after the time limit."""
         try:
@@ -245,7 +261,7 @@ class Workers:
         host, port = self.get([ranks[0].address.remote()], "the start of the trainer")[0]
         start = [
             actor.start.remote(
-                self.config,
+                self._trained_as,
                 str(self.inputs.checkpoint),
                 self.inputs.family,
                 rank=rank,

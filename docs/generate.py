@@ -38,13 +38,12 @@ def configuration() -> str:
 
 def artifacts() -> str:
     """Every column of every stage."""
-    rollout = schemas.rollout_schema(
-        latent_shape=(16, 64, 64), positions=3, sde_steps=2, steps=10, latent_dtype=pa.float32()
-    )
+    latents = schemas.latents_schema(latent_shape=(16, 64, 64), positions=3, latent_dtype=pa.float32())
     tables = {
         "policy": schemas.POLICY,
         "prompts": schemas.PROMPTS,
-        "rollout": rollout,
+        "rollout": schemas.rollout_schema(sde_steps=2, steps=10),
+        "latents (of rollout, apart)": latents,
         "conditioning (beside rollout)": schemas.CONDITIONING,
         "rewards": schemas.rewards_schema(["ocr"]),
         "advantages": schemas.ADVANTAGES,

@@ -9,6 +9,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from flows.session import run_session
 from miles_core.pipeline.feed import RolloutFeed
 from miles_core.pipeline.log import log_iteration
+from miles_core.pipeline.retention import retain
 from miles_core.pipeline.upstream import policy_in_force
 from tasks.advantages import normalize_advantages
 from tasks.prompts import sample_prompts
@@ -54,3 +55,4 @@ def iteration(run: str, iteration: int, artifact_root: str | None = None) -> Non
         update = commit(update_policy, step, made, advantages, policy)
         commit(sync_weights, step, update)
         log_iteration(step, made, scored, update)
+        retain(step)

@@ -8,6 +8,7 @@ from prefect.runtime import flow_run
 
 from flows.iteration import iteration as run_iteration
 from flows.session import train_session
+from miles_core.pipeline.budget import disk_line
 from miles_core.pipeline.iteration import finished
 
 
@@ -35,6 +36,8 @@ def train(recipe: str = "tiny", overrides: dict[str, Any] | None = None) -> dict
                 print(f"iteration {number}: reused", flush=True)
                 reused += 1
                 continue
+            if reused == number:
+                print(disk_line(session.step(number)), flush=True)
             print(f"iteration {number}", flush=True)
             run_iteration(run=run, iteration=number, artifact_root=root)
         seconds = time.monotonic() - started

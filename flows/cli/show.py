@@ -32,8 +32,11 @@ def show(
     _attempts(store, name, number)
     for manifest in store.committed(name, number):
         print(f"\n{store.files.url(manifest.folder)}")
+        stone = store.pruned(manifest)
         for part in manifest.parts:
-            print(f"  {part.path.removeprefix(manifest.folder + '/'):<48} {part.bytes:>10} bytes {part.rows:>6} rows")
+            path = part.path.removeprefix(manifest.folder + "/")
+            gone = "  pruned" if stone and path in stone.parts else ""
+            print(f"  {path:<48} {part.bytes:>10} bytes {part.rows:>6} rows{gone}")
         for upstream in manifest.upstream.values():
             print(f"  from {upstream.stage} of iteration {upstream.iteration}: {upstream.attempt}")
 
@@ -49,7 +52,10 @@ def _run(store: RunStore) -> None:
         loss = f"loss {update.summary['loss']:.3g}" if update else ""
         attempts = sum(len(store.committed(name, iteration)) for name in ITERATION_STAGES)
         beside = f"  {attempts - len(done)} attempts beside the line" if attempts > len(done) else ""
-        print(f"iteration {iteration}: {len(done)} of {len(ITERATION_STAGES)} stages  {reward}  {loss}{beside}")
+        stones = (store.pruned(manifest) for manifest in (line["rollout"], update) if manifest)
+        gone = ", ".join(name for stone in stones if stone for name in stone.what)
+        pruned = f"  pruned: {gone}" if gone else ""
+        print(f"iteration {iteration}: {len(done)} of {len(ITERATION_STAGES)} stages  {reward}  {loss}{beside}{pruned}")
 
 
 def _attempts(store: RunStore, name: str, iteration: int) -> None:
@@ -60,6 +66,8 @@ def _attempts(store: RunStore, name: str, iteration: int) -> None:
         mark = "on the line" if line and line.attempt == manifest.attempt else "beside it"
         damage = store.damage(manifest)
         state = f"DAMAGED: {damage}" if damage else figures_of(stage, manifest.summary)
+        if stone := store.pruned(manifest):
+            state += f"  pruned: {', '.join(stone.what)}"
         digest = manifest.content_digest[:12]
         print(f"{stage:<11}{manifest.attempt:<16} {mark:<12}{manifest.rows:>6} rows  {digest}  {state}")
     unfinished = len(store.attempts(stage, iteration)) - len(committed)

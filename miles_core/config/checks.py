@@ -156,6 +156,13 @@ def optimizer(c: RunConfig) -> None:
         raise ValueError(f"--lr-warmup-iters {warmup} is more than --lr-decay-iters {o.lr_decay_iters}: lower it")
 
 
+def retention(c: RunConfig) -> None:
+    if c.run.keep_full_checkpoints == 1:
+        raise ValueError(
+            "--keep-full-checkpoints 1 leaves nothing to make the newest update again from: give at least 2, or 0 for all"
+        )
+
+
 def needs(c: RunConfig) -> None:
     if not c.lora.use_lora:
         raise ValueError("training all weights is not there yet: give --use-lora")
@@ -167,4 +174,4 @@ def needs(c: RunConfig) -> None:
         )
 
 
-CHECKS: tuple[Callable[[RunConfig], None], ...] = (batches, steps, dynamics, optimizer, needs)
+CHECKS: tuple[Callable[[RunConfig], None], ...] = (batches, steps, dynamics, optimizer, retention, needs)

@@ -19,6 +19,14 @@ class RunGroup(Group):
         None, "folder the user's own modules are found in; unset: where the command is given"
     )
     num_rollout: int = option(1, "iterations of the whole run; a larger number later carries on", ge=1, le=1_000_000)
+    keep_full_checkpoints: int = option(
+        2,
+        "full checkpoints kept, of the newest updates on the line, at least 2; 0: all. Adapters are kept for ever",
+        ge=0,
+    )
+    keep_latents_iterations: int = option(
+        5, "newest iterations whose latents and conditioning are kept; 0: all. Images are kept for ever", ge=0
+    )
 
 
 class ClusterGroup(Group):

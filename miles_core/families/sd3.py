@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from miles_core.families.base import EngineComponents, TrainPipelineConfig
+from miles_core.families.sizes import SHAPES
 
 CLIP_TOKENS = 77
 T5_TOKENS = 256
@@ -18,18 +19,9 @@ class Sd3PipelineConfig(TrainPipelineConfig):
 
     family = "sd3"
     pipeline_class = "StableDiffusion3Pipeline"
-    lora_target_modules = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
-    )
-    latent_channels = 16
-    vae_scale_factor = 8
+    lora_target_modules = SHAPES["sd3"].lora_target_modules
+    latent_channels = SHAPES["sd3"].latent_channels
+    vae_scale_factor = SHAPES["sd3"].vae_scale_factor
 
     def fsdp_blocks(self, transformer: nn.Module) -> list[nn.Module]:
         return list(cast(nn.ModuleList, transformer.transformer_blocks))

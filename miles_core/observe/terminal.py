@@ -40,6 +40,15 @@ class Terminal:
             print(f"  {stage:<11}{done}/{total}", flush=True)
 
 
+def bytes_text(count: float) -> str:
+    """A number of bytes as people write it: 12.3 MB, powers of 1000."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
 def stage_line(outcome: Outcome) -> str:
     """One line: stage, reused or computed, seconds, rows, figures, why."""
     m = outcome.manifest

@@ -5,6 +5,7 @@ import threading
 from miles_core.errors import StageError
 from miles_core.pipeline import advantages, policy, prompts, rewards, rollout, sync, update
 from miles_core.pipeline.feed import RolloutFeed
+from miles_core.pipeline.retention import retain
 from miles_core.pipeline.stage import Outcome, Step, Upstreams, find_stage, run_stage
 from miles_core.pipeline.upstream import policy_in_force, previous_prompts
 from miles_core.store.stages import ITERATION_STAGES, StageName
@@ -16,7 +17,7 @@ def ensure_policy(step: Step) -> Outcome:
 
 
 def run_iteration(step: Step) -> dict[StageName, Outcome]:
-    """All stages of the step's iteration; rewards run behind rollout."""
+    """All stages of the step's iteration; rewards run behind rollout. Then older iterations are pruned."""
     done: dict[StageName, Outcome] = {}
     done["prompts"] = run_stage(step, "prompts", previous_prompts(step), prompts.draw)
     in_force = policy_in_force(step)
@@ -47,6 +48,7 @@ def run_iteration(step: Step) -> dict[StageName, Outcome]:
     }
     done["update"] = run_stage(step, "update", products, update.train)
     done["sync"] = run_stage(step, "sync", {"update": done["update"].manifest}, sync.push)
+    retain(step)
     return done
 
 

@@ -11,8 +11,10 @@ from miles_core.errors import StageError
 from miles_core.pipeline.feed import RolloutFeed
 from miles_core.pipeline.policy import adapter_of, policy_version
 from miles_core.pipeline.stage import Outcome, Product, Step, Upstreams, run_stage, stage_fingerprint
+from miles_core.rollout.microgroup import Microgroup, difference
 from miles_core.rollout.rollout_function import GENERATOR, generate_rollout
 from miles_core.runtime.faults import fault_point
+from miles_core.store.digest import ROW_DIGEST
 from miles_core.store.parts import Part, inspect_table, read_table
 from miles_core.store.run_store import Attempt
 from miles_core.weights.probe_spec import ProbeSpec
@@ -71,15 +73,19 @@ def _compute(step: Step, attempt: Attempt, upstream: Upstreams, feed: RolloutFee
     files, policy, size = step.store.files, upstream["policy"], step.config.rollout.rollout_microgroup_size
     table = pa.concat_tables([read_table(files, part) for part in upstream["prompts"].data])
     groups = table_to_samples(table)
-    existing = [name for name in files.list(attempt.path("data")) if _PART.fullmatch(name)]
+    existing = _existing(step, attempt)
     conditioning = _kept_conditioning(step, attempt)
-    landed: list[Part] = []
+    landed: list[Microgroup] = []
 
-    def land(number: int, part: Part) -> None:
-        landed.append(part)
-        feed.put(part)
-        step.progress("rollout", sum(p.rows for p in landed), table.num_rows)
+    def land(number: int, made: Microgroup) -> None:
+        landed.append(made)
+        feed.put(made.data)
+        step.progress("rollout", sum(m.rows for m in landed), table.num_rows)
         fault_point("rollout:landed")
+
+    def name_parts(number: int) -> tuple[str, str]:
+        name = _new_name(number, existing)
+        return attempt.path(f"data/{name}"), attempt.path(f"latents/{name}")
 
     dispatcher = Dispatcher(
         step.workers,
@@ -88,7 +94,7 @@ def _compute(step: Step, attempt: Attempt, upstream: Upstreams, feed: RolloutFee
         digest=policy.summary["policy_digest"],
         version=policy_version(policy),
         encoder_digest=step.inputs.checkpoint_digest,
-        name_part=lambda number: attempt.path(f"data/{_new_name(number, existing)}"),
+        name_parts=name_parts,
         name_conditioning=lambda identity: attempt.path(f"conditioning/{identity}.parquet"),
         landed=land,
         kept=_kept(step, attempt, existing, groups, size, conditioning),
@@ -103,8 +109,8 @@ def _compute(step: Step, attempt: Attempt, upstream: Upstreams, feed: RolloutFee
         raise _first(failures) from None
     finally:
         GENERATOR.reset(token)
-    parts = list(dispatcher.parts.values())
-    rows = sum(p.rows for p in parts)
+    made = list(dispatcher.made.values())
+    rows = sum(m.rows for m in made)
     if rows != table.num_rows:
         raise StageError(f"the rollout made {rows} of {table.num_rows} samples; run the same command again to resume")
     summary = {
@@ -113,6 +119,7 @@ def _compute(step: Step, attempt: Attempt, upstream: Upstreams, feed: RolloutFee
         "policy_digest": dispatcher.digest,
         "policy_version": dispatcher.version,
     }
+    parts = [part for m in made for part in (m.data, m.latents)]
     return Product([*parts, *dispatcher.conditioning.values(), probe], summary)
 
 
@@ -121,6 +128,12 @@ def _first(failures: BaseExceptionGroup) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def _existing(step: Step, attempt: Attempt) -> list[str]:
+    """Names of parts that earlier tries left: of rows, of latents, or of both."""
+    names = {name for folder in ("data", "latents") for name in step.store.files.list(attempt.path(folder))}
+    return sorted(name for name in names if _PART.fullmatch(name))
 
 
 def _new_name(number: int, existing: list[str]) -> str:
@@ -138,21 +151,29 @@ def _kept(
     groups: list[list[Sample]],
     size: int,
     conditioning: dict[str, Part],
-) -> dict[int, Part]:
-    """Whole parts that an earlier try of this attempt left, by microgroup, whose conditioning is whole too."""
+) -> dict[int, Microgroup]:
+    """Microgroups that an earlier try of this attempt left whole: rows, their own latents, and their conditioning."""
     wanted = {s.index // size for group in groups for s in group}
-    kept: dict[int, Part] = {}
+    kept: dict[int, Microgroup] = {}
     for name in existing:
         number = int(name.split("-")[0])
         if number in wanted and number not in kept:
-            part = inspect_table(step.store.files, attempt.path(f"data/{name}"))
-            if part and part.rows == size and _described_by(step, part) <= set(conditioning):
-                kept[number] = part
+            whole = _whole(step, attempt, name, set(conditioning))
+            if whole and whole.rows == size:
+                kept[number] = whole
     return kept
 
 
-def _described_by(step: Step, part: Part) -> set[str]:
-    return set(read_table(step.store.files, part, ["conditioning_id"]).column("conditioning_id").to_pylist())
+def _whole(step: Step, attempt: Attempt, name: str, conditioning: set[str]) -> Microgroup | None:
+    files, paths = step.store.files, [attempt.path(f"{folder}/{name}") for folder in ("data", "latents")]
+    data, latents = (inspect_table(files, path) if files.exists(path) else None for path in paths)
+    if data is None or latents is None:
+        return None
+    rows = read_table(files, data, ["sample_index", "conditioning_id", "latents_digest"])
+    described = set(rows.column("conditioning_id").to_pylist()) <= conditioning
+    if not described or difference(rows, read_table(files, latents, ["sample_index", ROW_DIGEST])):
+        return None
+    return Microgroup(data, latents)
 
 
 def _kept_conditioning(step: Step, attempt: Attempt) -> dict[str, Part]:

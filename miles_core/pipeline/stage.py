@@ -93,11 +93,28 @@ def stage_fingerprint(step: Step, stage: StageName, upstream_fingerprints: dict[
 def find_stage(step: Step, stage: StageName, upstream: Upstreams) -> Manifest | None:
     """The committed attempt that answers this very question, the one on the line before others."""
     wanted = stage_fingerprint(step, stage, {n: m.fingerprint for n, m in upstream.items()})
-    digests = {name: m.content_digest for name, m in upstream.items()}
-    line = step.store.on_line(stage, step.iteration)
-    if line and line.fingerprint == wanted and consumed(line) == digests and not step.store.damage(line):
-        return line
-    return step.store.find(stage, step.iteration, wanted, upstream)
+    same = step.store.matching(stage, step.iteration, wanted, upstream)
+    return next((manifest for manifest in same if _answers(step, manifest)), None)
+
+
+def _answers(step: Step, manifest: Manifest) -> bool:
+    """Whether a committed attempt is whole and holds what it is asked for.
+
+    A rerun asks for the files themselves, so that one that was pruned is made again. Train asks for a rollout's latents
+    only where the update that was made from them has gone.
+    """
+    if step.store.damage(manifest):
+        return False
+    if step.store.pruned(manifest) is None:
+        return True
+    return step.moves_line and (manifest.stage != "rollout" or _trained_on(step, manifest))
+
+
+def _trained_on(step: Step, rollout: Manifest) -> bool:
+    update = step.store.on_line("update", rollout.iteration)
+    if update is None or step.store.damage(update):
+        return False
+    return update.upstream["rollout"].content_digest == rollout.content_digest
 
 
 def run_stage(step: Step, stage: StageName, upstream: Upstreams, compute: Compute) -> Outcome:
@@ -173,6 +190,8 @@ def why(step: Step, stage: StageName, upstream: Upstreams) -> str:
         for n, m in upstream.items()
         if digests.get(n) != m.content_digest
     ]
+    if not reasons and (stone := step.store.pruned(previous)):
+        return f"its {', '.join(stone.what)} {'was' if len(stone.what) == 1 else 'were'} pruned"
     return ", ".join(reasons) or "an upstream stage was asked for differently"
 
 

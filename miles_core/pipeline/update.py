@@ -3,6 +3,7 @@
 from typing import Any
 
 from miles_core.pipeline.policy import adapter_of
+from miles_core.pipeline.replay import with_checkpoint, with_latents
 from miles_core.pipeline.rollout import PROBE
 from miles_core.pipeline.stage import Product, Step, Upstreams
 from miles_core.store.parts import Part
@@ -10,7 +11,20 @@ from miles_core.store.run_store import Attempt
 
 
 def train(step: Step, attempt: Attempt, upstream: Upstreams) -> Product:
-    """Optimizer steps, then the checkpoint, the adapter and the trainer's side of the probe."""
+    """Optimizer steps, then the checkpoint, the adapter and the trainer's side of the probe.
+
+    Raises PrunedError where the rollout's latents were pruned. A policy whose checkpoint was pruned is replayed.
+    """
+    held = {
+        "rollout": with_latents(step, upstream["rollout"]),
+        "advantages": upstream["advantages"],
+        "policy": with_checkpoint(step, upstream["policy"], optimize),
+    }
+    return optimize(step, attempt, held)
+
+
+def optimize(step: Step, attempt: Attempt, upstream: Upstreams) -> Product:
+    """The update of products that hold latents and checkpoint."""
     from miles_core.training.trainer import UpdateInputs
 
     rollout, policy = upstream["rollout"], upstream["policy"]
@@ -18,6 +32,7 @@ def train(step: Step, attempt: Attempt, upstream: Upstreams) -> Product:
     inputs = UpdateInputs(
         iteration=step.iteration,
         rollout=list(rollout.data),
+        latents=list(rollout.latents),
         conditioning=list(rollout.under("conditioning/")),
         advantages=list(upstream["advantages"].data),
         policy_parts=list(policy.under("checkpoint/") + policy.under("adapter/")),

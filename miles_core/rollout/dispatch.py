@@ -9,6 +9,7 @@ from typing import Any
 
 from miles_core.data.sample import Sample
 from miles_core.errors import StageError
+from miles_core.rollout.microgroup import Microgroup
 from miles_core.rollout.parsing import conditioning_id
 from miles_core.rollout.protocol import GenerateRequest, SyncReply
 from miles_core.runtime.workers import Workers, reason_of
@@ -26,7 +27,8 @@ class ParserDied(StageError):
 class Dispatcher:
     """Implements rollout_function.Generator over a run's engines and parsers.
 
-    adapter, digest, version: the policy in force. names(number) gives a new part's path for a microgroup's number.
+    adapter, digest, version: the policy in force. name_parts(number) gives new paths for a microgroup's number: of its
+    rows and of its latents.
     """
 
     def __init__(
@@ -38,15 +40,15 @@ class Dispatcher:
         digest: str,
         version: int,
         encoder_digest: str,
-        name_part: Callable[[int], str],
+        name_parts: Callable[[int], tuple[str, str]],
         name_conditioning: Callable[[str], str],
-        landed: Callable[[int, Part], None],
-        kept: dict[int, Part],
+        landed: Callable[[int, Microgroup], None],
+        kept: dict[int, Microgroup],
     ) -> None:
         self.workers, self.files = workers, files
         self.adapter, self.digest, self.version, self.encoder_digest = adapter, digest, version, encoder_digest
-        self.name_part, self.name_conditioning, self.landed, self.kept = name_part, name_conditioning, landed, kept
-        self.parts: dict[int, Part] = {}
+        self.name_parts, self.name_conditioning, self.landed, self.kept = name_parts, name_conditioning, landed, kept
+        self.made: dict[int, Microgroup] = {}
         self.conditioning: dict[str, Part] = {}
         self.outstanding = [0] * workers.config.cluster.rollout_num_engines
         self._room = asyncio.Condition()
@@ -76,8 +78,8 @@ class Dispatcher:
             index = await self._acquire(tried)
             engine = self.workers.engine(index)
             try:
-                part = await self._attempt(engine, number, request, microgroup, identity)
-                self._land(number, part)
+                made = await self._attempt(engine, number, request, microgroup, identity)
+                self._land(number, made)
                 return
             except ParserDied as fault:
                 failures.append(str(fault))
@@ -101,29 +103,29 @@ class Dispatcher:
 
     async def _attempt(
         self, engine: Any, number: int, request: GenerateRequest, microgroup: list[Sample], identity: str
-    ) -> Part:
+    ) -> Microgroup:
         result, receipt = engine.call("generate", request, returns=2)
         await asyncio.wait_for(_wait(receipt), self.workers.seconds)
         lock = self._describing.setdefault(identity, asyncio.Lock())
         async with lock:
             if identity not in self.conditioning:
-                part, self.conditioning[identity] = await self._write(
+                made, self.conditioning[identity] = await self._write(
                     number, result, request, microgroup, identity, describe=True
                 )
-                return part
-        part, _ = await self._write(number, result, request, microgroup, identity, describe=False)
-        return part
+                return made
+        made, _ = await self._write(number, result, request, microgroup, identity, describe=False)
+        return made
 
     async def _write(
         self, number: int, result: Any, request: GenerateRequest, group: list[Sample], identity: str, *, describe: bool
-    ) -> tuple[Part, Any]:
+    ) -> tuple[Microgroup, Any]:
         """Have a parser write a microgroup, under the next name where another writer has taken one."""
         index = number % self.workers.config.rollout.rollout_parser_num_workers
         while True:
             parser = self.workers.parsers()[index]
             call = self._told(parser, number, result, request, group, identity, describe=describe)
             try:
-                written: tuple[Part, Any] = await asyncio.wait_for(_wait(call), self.workers.seconds)
+                written: tuple[Microgroup, Any] = await asyncio.wait_for(_wait(call), self.workers.seconds)
                 return written
             except self.workers.ray.exceptions.RayActorError as fault:
                 raise ParserDied(f"the parser's process died ({reason_of(fault)})") from None
@@ -146,12 +148,14 @@ class Dispatcher:
         describe: bool,
     ) -> Any:
         steps = request.sde_step_indices
+        data_path, latents_path = self.name_parts(number)
         return parser.call(
             "write",
             self.files,
             result,
             request=request,
-            data_path=self.name_part(number),
+            data_path=data_path,
+            latents_path=latents_path,
             conditioning_path=self.name_conditioning(identity) if describe else None,
             samples=[{"sample_index": s.index, "group_index": s.group_index} for s in group],
             sde_steps=tuple(range(request.num_inference_steps)) if steps is None else steps,
@@ -185,9 +189,9 @@ class Dispatcher:
         self.workers.replace_engine(index, dead)
         self.workers.with_engine(index, lambda e: hold(self.workers, e, self.files, self.adapter, self.digest))
 
-    def _land(self, number: int, part: Part) -> None:
-        self.parts[number] = part
-        self.landed(number, part)
+    def _land(self, number: int, made: Microgroup) -> None:
+        self.made[number] = made
+        self.landed(number, made)
 
 
 def hold(workers: Workers, engine: Any, files: Files, adapter: Part, digest: str) -> None:

@@ -14,11 +14,13 @@ import torch
 from PIL import Image
 
 from miles_core.errors import StageError
+from miles_core.rollout.microgroup import Microgroup
 from miles_core.rollout.protocol import GeneratedOutput, GenerateRequest, GenerateResult
-from miles_core.store.digest import ROW_DIGEST, canonical_json
+from miles_core.runtime.faults import fault_point
+from miles_core.store.digest import ROW_DIGEST, canonical_json, with_row_digests
 from miles_core.store.files import Files
 from miles_core.store.parts import Part, remake_table, write_table
-from miles_core.store.schemas import CONDITIONING, rollout_schema
+from miles_core.store.schemas import CONDITIONING, latents_schema, rollout_schema
 
 PNG_COMPRESS_LEVEL = 1
 
@@ -39,6 +41,7 @@ class ParserWorker:
         result: GenerateResult,
         request: GenerateRequest,
         data_path: str,
+        latents_path: str,
         conditioning_path: str | None,
         *,
         samples: Sequence[SampleKey],
@@ -46,13 +49,14 @@ class ParserWorker:
         policy_digest: str,
         policy_version: int,
         conditioning_id: str,
-    ) -> tuple[Part, Part | None]:
-        """Write a microgroup's part, and its conditioning where that file does not exist yet.
+    ) -> tuple[Microgroup, Part | None]:
+        """Write a microgroup: its conditioning where that file does not exist yet, its trajectories, and last its
+        rows, which make it count.
 
-        Raises FileExistsError where `data_path` is taken, StageError for NaN or inf, DamagedError where the
-        conditioning file that exists is not whole.
+        Raises FileExistsError where `data_path` or `latents_path` is taken, StageError for NaN or inf, DamagedError
+        where the conditioning file that exists is not whole.
         """
-        rows = rollout_table(
+        rows, latents = rollout_tables(
             result,
             request,
             samples=samples,
@@ -64,7 +68,9 @@ class ParserWorker:
         beside = None
         if conditioning_path is not None:
             beside = remake_table(files, conditioning_path, conditioning_table(result, request, conditioning_id))
-        return write_table(files, data_path, rows), beside
+        trajectories = write_table(files, latents_path, latents)
+        fault_point("rollout:written")
+        return Microgroup(write_table(files, data_path, rows), trajectories), beside
 
 
 def image_png(image: torch.Tensor) -> bytes:
@@ -77,7 +83,7 @@ def image_png(image: torch.Tensor) -> bytes:
     return sink.getvalue()
 
 
-def rollout_table(
+def rollout_tables(
     result: GenerateResult,
     request: GenerateRequest,
     *,
@@ -86,9 +92,10 @@ def rollout_table(
     policy_digest: str,
     policy_version: int,
     conditioning_id: str,
-) -> pa.Table:
-    """One row per output, in order, `row_digest` empty. Stores the trajectory at i and i + 1 of each step of
-    `sde_steps` alone. Raises StageError for NaN or inf, a latent that is not fp32, or outputs without a sample."""
+) -> tuple[pa.Table, pa.Table]:
+    """Rows (`row_digest` empty) and trajectories of the outputs, in order; `latents_digest` ties a row to its
+    trajectory. Stores the latents at i and i + 1 of each step of `sde_steps` alone. Raises StageError for NaN or inf,
+    a latent that is not fp32, or outputs without a sample."""
     if len(samples) != len(result.outputs) or request.num_outputs != len(result.outputs):
         raise StageError(
             f"engine {result.engine} returned {len(result.outputs)} outputs for {request.num_outputs} requested and "
@@ -103,13 +110,7 @@ def rollout_table(
     )
     indices, groups, seeds, images, sigmas, timesteps, log_probs, latents = (list(column) for column in columns)
     count, guided = len(result.outputs), any(name.startswith("neg.") for name in result.conditioning)
-    schema = rollout_schema(
-        latent_shape=result.outputs[0].latents.shape[1:],
-        positions=len(positions),
-        sde_steps=len(steps),
-        steps=request.num_inference_steps,
-        latent_dtype=pa.float32(),
-    )
+    trajectories = _trajectories(indices, positions, latents)
     values = {
         "sample_index": indices,
         "group_index": groups,
@@ -129,8 +130,7 @@ def rollout_table(
         "timesteps": timesteps,
         "sde_step_indices": [steps] * count,
         "log_probs": log_probs,
-        "latent_steps": [positions] * count,
-        "latents": latents,
+        "latents_digest": trajectories.column(ROW_DIGEST).to_pylist(),
         "policy_digest": [policy_digest] * count,
         "policy_version": [policy_version] * count,
         "engine": [result.engine] * count,
@@ -138,7 +138,8 @@ def rollout_table(
         "seconds": [result.seconds] * count,
         ROW_DIGEST: [""] * count,
     }
-    return pa.table([_array(values[field.name], field.type) for field in schema], schema=schema)
+    schema = rollout_schema(sde_steps=len(steps), steps=request.num_inference_steps)
+    return pa.table([_array(values[field.name], field.type) for field in schema], schema=schema), trajectories
 
 
 def conditioning_id(prompt: str, negative_prompt: str | None, encoder_digest: str, dtype: str) -> str:
@@ -200,6 +201,13 @@ def _row(key: SampleKey, output: GeneratedOutput, positions: list[int]) -> tuple
         output.log_probs,
         output.latents[positions],
     )
+
+
+def _trajectories(indices: list[int], positions: list[int], latents: list[torch.Tensor]) -> pa.Table:
+    schema = latents_schema(latent_shape=latents[0].shape[1:], positions=len(positions), latent_dtype=pa.float32())
+    columns: list[list] = [indices, [positions] * len(indices), latents, [""] * len(indices)]
+    arrays = [_array(values, field.type) for values, field in zip(columns, schema, strict=True)]
+    return with_row_digests(pa.table(arrays, schema=schema))
 
 
 def _array(values: list, kind: pa.DataType) -> pa.Array:

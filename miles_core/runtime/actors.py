@@ -11,6 +11,7 @@ import ray
 
 from miles_core.config import RunConfig
 from miles_core.errors import StageError
+from miles_core.rollout.microgroup import Microgroup
 from miles_core.rollout.protocol import GenerateRequest, GenerateResult, SyncReply
 from miles_core.runtime.faults import fault_point
 from miles_core.runtime.fenced import FencedActor, Terms
@@ -79,7 +80,7 @@ class ParserActor(FencedActor):
         super().__init__(terms)
         self.worker = ParserWorker()
 
-    def write(self, files: Files, result: GenerateResult, **arguments: Any) -> tuple[Part, Part | None]:
+    def write(self, files: Files, result: GenerateResult, **arguments: Any) -> tuple[Microgroup, Part | None]:
         fault_point("rollout:write")
         return self.worker.write(files, result, **arguments)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -65,6 +65,7 @@ class Workers:
         self._parsers: list[Actor] | None = None
         self._scorers: dict[str, list[Actor]] = {}
         self._trainer: list[Actor] | None = None
+        self._trained_as = config
 
     def __enter__(self) -> Workers:
         return self
@@ -288,6 +289,21 @@ class Workers:
                 rank.end()
             self._trainer = None
 
+    @contextlib.contextmanager
+    def trainer_of(self, config: RunConfig) -> Iterator[None]:
+        """Trainer ranks of another configuration of the run for a while; before and after it they start afresh."""
+        if config == self._trained_as:
+            yield
+            return
+        before = self._trained_as
+        self.end_trainer()
+        self._trained_as = config
+        try:
+            yield
+        finally:
+            self.end_trainer()
+            self._trained_as = before
+
     def get(self, references: list[Any], what: str) -> list[Any]:
         """Wait for actor calls. Raises the actor's own error, or StageError after the time limit."""
         try:
@@ -318,7 +334,7 @@ class Workers:
         start = [
             actor.call(
                 "start",
-                self.config,
+                self._trained_as,
                 str(self.inputs.checkpoint),
                 self.inputs.family,
                 rank=rank,
@@ -380,7 +396,8 @@ class Workers:
         return Actor(name, handle, self.epoch)
 
     def _identity(self, kind: str, *arguments: Any) -> str:
-        return actor_identity(kind, self.config, self.inputs, self.device, arguments[1:] if arguments else ())
+        config = self._trained_as if kind == "TrainerActor" else self.config
+        return actor_identity(kind, config, self.inputs, self.device, arguments[1:] if arguments else ())
 
     def _take_over(self) -> None:
         """Raise the epoch of every actor that an earlier command left; end those that are busy, dirty or silent."""

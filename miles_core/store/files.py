@@ -97,6 +97,19 @@ class Files:
             self.replace(path, after)
             return after
 
+    def delete(self, path: str) -> None:
+        """Remove a file; one that is missing is fine."""
+        if not self.local:
+            self._fs.rm_file(self.url(path))
+            return
+        Path(self.url(path)).unlink(missing_ok=True)
+
+    def modified(self, path: str) -> float:
+        """When a file was written, in seconds since 1970. Raises FileNotFoundError."""
+        if not self.local:
+            return float(self._fs.modified(self.url(path)).timestamp())
+        return Path(self.url(path)).stat().st_mtime
+
     @property
     def _fs(self) -> Any:
         if self.local:

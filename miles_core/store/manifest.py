@@ -52,6 +52,11 @@ class Manifest:
         return self.under("data/")
 
     @property
+    def latents(self) -> tuple[Part, ...]:
+        """The parts that hold a rollout's trajectories, in sample order, one a part of `data`."""
+        return self.under("latents/")
+
+    @property
     def rows(self) -> int:
         return sum(part.rows for part in self.data)
 
@@ -129,8 +134,21 @@ def fingerprint(
     )
 
 
+ROW_FOLDERS = ("data", "latents")
+
+
 def stage_digest(folder: str, parts: tuple[Part, ...]) -> str:
-    """Content digest of a stage from its parts: rows in sample order (part names sort so), then what stands beside."""
-    data = sorted((p for p in parts if p.path.startswith(f"{folder}/data/")), key=lambda p: p.path)
-    beside = [p for p in parts if not p.path.startswith(f"{folder}/data/")]
-    return content_digest((p.content for p in data), ((p.path.removeprefix(folder + "/"), p.content) for p in beside))
+    """Content digest of a stage from its parts: rows in sample order (part names sort so), then what stands beside.
+
+    A part of rows counts by its place and content, never by its name, which says how often it was tried.
+    """
+    rows: dict[str, list[str]] = {name: [] for name in ROW_FOLDERS}
+    beside = []
+    for part in sorted(parts, key=lambda p: p.path):
+        name = part.path.removeprefix(folder + "/")
+        if (top := name.split("/")[0]) in rows:
+            rows[top].append(part.content)
+        else:
+            beside.append((name, part.content))
+    beside += [(f"{top}/", content_digest(rows[top])) for top in ROW_FOLDERS[1:] if rows[top]]
+    return content_digest(rows["data"], beside)

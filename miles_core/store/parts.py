@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 
 from miles_core.store.digest import ROW_DIGEST, content_digest, row_digests, tensor_digests, with_row_digests
 from miles_core.store.files import DamagedError, Files
+from miles_core.store.tombstone import pruned_part
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,11 @@ def remake_table(files: Files, path: str, table: pa.Table) -> Part:
 
 
 def read_bytes(files: Files, part: Part) -> bytes:
-    """A part's bytes, checked. Raises DamagedError that names the file."""
+    """A part's bytes, checked. Raises DamagedError that names the file, PrunedError for one that was pruned."""
     try:
         data = files.read(part.path)
     except FileNotFoundError:
-        raise DamagedError(f"{files.url(part.path)} is missing") from None
+        raise pruned_part(files, part.path) or DamagedError(f"{files.url(part.path)} is missing") from None
     if len(data) != part.bytes:
         raise DamagedError(f"{files.url(part.path)} has {len(data)} bytes, its manifest says {part.bytes}")
     if hashlib.sha256(data).hexdigest() != part.sha256:
@@ -101,7 +102,7 @@ def read_bytes(files: Files, part: Part) -> bytes:
 
 
 def read_table(files: Files, part: Part, columns: list[str] | None = None) -> pa.Table:
-    """A part's rows, checked. Raises DamagedError that names the file."""
+    """A part's rows, checked. Raises DamagedError that names the file, PrunedError for one that was pruned."""
     return pq.read_table(pa.BufferReader(read_bytes(files, part)), columns=columns)
 
 

@@ -8,7 +8,7 @@
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from miles_core.store.lock import LockLost
 from miles_core.store.manifest import Manifest, Upstream, read_manifest, stage_digest
 from miles_core.store.parts import Part, read_bytes
 from miles_core.store.stages import STAGES, StageName
+from miles_core.store.tombstone import TOMBSTONE, Tombstone, read_tombstone
 
 RUN_SCHEMA_VERSION = 1
 _ATTEMPT = re.compile(r"[0-9a-f]{12}(\.\d+)?")
@@ -126,6 +127,11 @@ class RunStore:
         slot = _slot(manifest.stage, manifest.iteration)
         self.update_record(lambda record: record | {"line": record["line"] | {slot: manifest.attempt}})
 
+    def line_iterations(self, stage: StageName) -> list[int]:
+        """Iterations for which the line names an attempt at `stage`, ascending."""
+        slots = (slot.partition("/") for slot in (self.record() or {}).get("line", {}))
+        return sorted(int(number) for number, _, name in slots if name == stage)
+
     # Attempts
 
     def stage_folder(self, stage: StageName, iteration: int) -> str:
@@ -168,37 +174,73 @@ class RunStore:
         self, stage: StageName, iteration: int, fingerprint: str, upstream: dict[str, Manifest]
     ) -> Manifest | None:
         """A committed, whole attempt with this fingerprint that consumed these very products: the Cached rule."""
+        same = self.matching(stage, iteration, fingerprint, upstream)
+        return next((manifest for manifest in same if not self.damage(manifest)), None)
+
+    def matching(
+        self, stage: StageName, iteration: int, fingerprint: str, upstream: dict[str, Manifest]
+    ) -> Iterator[Manifest]:
+        """The committed attempts, whole or not, with this fingerprint that consumed these very products; the one on
+        the line first, and the others read only where that is not enough."""
         digests = {name: m.content_digest for name, m in upstream.items()}
+        line = self.on_line(stage, iteration)
+        if line and line.fingerprint == fingerprint and consumed(line) == digests:
+            yield line
         for manifest in self.committed(stage, iteration):
-            if manifest.fingerprint == fingerprint and consumed(manifest) == digests and not self.damage(manifest):
-                return manifest
+            if manifest != line and manifest.fingerprint == fingerprint and consumed(manifest) == digests:
+                yield manifest
+
+    def pruned(self, manifest: Manifest) -> Tombstone | None:
+        """What was pruned from an attempt, if anything was."""
+        return read_tombstone(self.files, manifest.folder)
+
+    def holding(self, manifest: Manifest, folder: str) -> Manifest | None:
+        """This attempt, or another whole one of the same content, from which `folder` was not pruned."""
+        for candidate in (manifest, *self.committed(manifest.stage, manifest.iteration)):
+            if candidate.content_digest == manifest.content_digest and not self.damage(candidate):
+                stone = self.pruned(candidate)
+                if stone is None or folder not in stone.what:
+                    return candidate
         return None
 
     def damage(self, manifest: Manifest) -> str | None:
         """Why a committed attempt cannot be used: a part that is missing or of another length, or one whose content
-        was found altered before; None if whole."""
+        was found altered before; None if whole. What was pruned is no damage."""
         try:
             return str(json.loads(self.files.read(f"{manifest.folder}/damaged.json"))["why"])
         except FileNotFoundError:
             pass
         except (ValueError, KeyError, TypeError):
             return f"{self.files.url(manifest.folder)}/damaged.json is there"
-        for part in manifest.parts:
-            try:
-                size = self.files.size(part.path)
-            except FileNotFoundError:
-                return f"{self.files.url(part.path)} is missing"
-            if size != part.bytes:
-                return f"{self.files.url(part.path)} has {size} bytes, its manifest says {part.bytes}"
-        return None
+        faults = {part.path: fault for part in manifest.parts if (fault := self._fault(part))}
+        pruned = self._pruned_paths(manifest) if faults else set()
+        return next((fault for path, fault in faults.items() if path not in pruned), None)
+
+    def _fault(self, part: Part) -> str | None:
+        try:
+            size = self.files.size(part.path)
+        except FileNotFoundError:
+            return f"{self.files.url(part.path)} is missing"
+        return (
+            None
+            if size == part.bytes
+            else f"{self.files.url(part.path)} has {size} bytes, its manifest says {part.bytes}"
+        )
 
     def verify(self, manifest: Manifest) -> None:
         """Read every part; what is altered is noted beside the manifest, so that the stage is made again."""
+        pruned = self._pruned_paths(manifest)
         for part in manifest.parts:
+            if part.path in pruned:
+                continue
             try:
                 read_bytes(self.files, part)
             except DamagedError as damage:
                 self.files.create(f"{manifest.folder}/damaged.json", canonical_json({"why": str(damage)}))
+
+    def _pruned_paths(self, manifest: Manifest) -> set[str]:
+        stone = self.pruned(manifest)
+        return {f"{manifest.folder}/{path}" for path in stone.parts} if stone else set()
 
     def open_attempt(
         self, stage: StageName, iteration: int, fingerprint: str, upstream: dict[str, Manifest], *, resumable: bool
@@ -214,7 +256,7 @@ class RunStore:
             number += 1
             name = fingerprint[:12] + (f".{number}" if number > 1 else "")
             attempt = Attempt(stage, iteration, name, f"{self.stage_folder(stage, iteration)}/{name}", fingerprint)
-            if self.files.exists(attempt.path("manifest.json")):
+            if self.files.exists(attempt.path("manifest.json")) or self.files.exists(attempt.path(TOMBSTONE)):
                 continue
             if self.files.create(attempt.path("attempt.json"), canonical_json(begun)):
                 return attempt

@@ -87,15 +87,9 @@ PROMPTS = _schema(
 )
 
 
-def rollout_schema(
-    *, latent_shape: Sequence[int], positions: int, sde_steps: int, steps: int, latent_dtype: pa.DataType
-) -> pa.Schema:
-    """Schema of a rollout.
-
-    `latent_shape` is one latent's shape (C, H, W), `positions` how many trajectory positions are stored,
-    `sde_steps` how many steps are trained, `steps` the schedule's length T, `latent_dtype` the dtype the
-    log-prob was computed from.
-    """
+def rollout_schema(*, sde_steps: int, steps: int) -> pa.Schema:
+    """Schema of a rollout's rows, trajectories apart: `sde_steps` is how many steps are trained, `steps` the
+    schedule's length T."""
     return _schema(
         "rollout",
         [
@@ -121,6 +115,23 @@ def rollout_schema(
                 shape=(sde_steps,),
             ),
             tensor("log_probs", pa.float32(), (steps,), "log-probability of each step, 0 on ODE steps", unit="nat"),
+            column("latents_digest", pa.string(), "row_digest of this sample's row in latents/"),
+            column("policy_digest", pa.string(), "content digest of the adapter that generated this sample"),
+            column("policy_version", pa.int64(), "iteration whose update made that adapter; -1 is policy/init"),
+            column("engine", pa.string(), "engine that made it", volatile=True),
+            column("started_at", _TIME, "start of the request", volatile=True),
+            column("seconds", pa.float64(), "time of the whole request in the engine", unit="s", volatile=True),
+        ],
+    )
+
+
+def latents_schema(*, latent_shape: Sequence[int], positions: int, latent_dtype: pa.DataType) -> pa.Schema:
+    """Schema of a rollout's trajectories: `latent_shape` is one latent's shape (C, H, W), `positions` how many
+    trajectory positions are stored, `latent_dtype` the dtype the log-prob was computed from."""
+    return _schema(
+        "rollout",
+        [
+            _SAMPLE[0],
             column(
                 "latent_steps",
                 pa.list_(pa.field("element", pa.int32(), nullable=False)),
@@ -128,11 +139,6 @@ def rollout_schema(
                 shape=(positions,),
             ),
             tensor("latents", latent_dtype, (positions, *latent_shape), "trajectory at `latent_steps`"),
-            column("policy_digest", pa.string(), "content digest of the adapter that generated this sample"),
-            column("policy_version", pa.int64(), "iteration whose update made that adapter; -1 is policy/init"),
-            column("engine", pa.string(), "engine that made it", volatile=True),
-            column("started_at", _TIME, "start of the request", volatile=True),
-            column("seconds", pa.float64(), "time of the whole request in the engine", unit="s", volatile=True),
         ],
     )
 

@@ -26,7 +26,7 @@ STAGES: dict[StageName, Stage] = {
     for s in (
         Stage("policy", (), 1, "adapter", "policy/init: digest of the base weights and the seeded adapter"),
         Stage("prompts", ("prompts",), 1, "sample_index", "a sample to be made; beside it the data source's state"),
-        Stage("rollout", ("prompts", "policy"), 1, "sample_index", "a generated sample with its trajectory"),
+        Stage("rollout", ("prompts", "policy"), 2, "sample_index", "a generated sample with its trajectory"),
         Stage("rewards", ("rollout",), 1, "sample_index", "a sample's reward and its components"),
         Stage("advantages", ("rewards",), 1, "sample_index", "a sample's raw reward, advantage and mask"),
         Stage("update", ("rollout", "advantages", "policy"), 1, "step", "an optimizer step's metrics"),

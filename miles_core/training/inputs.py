@@ -8,6 +8,7 @@ from typing import Any
 from miles_core.algorithms.train_pairs import expand_samples_to_train_pairs, micro_batches
 from miles_core.config import RunConfig
 from miles_core.errors import StageError
+from miles_core.rollout.microgroup import Microgroup, microgroups
 from miles_core.rollout.parsing import read_conditioning
 from miles_core.store.files import Files
 from miles_core.store.parts import Part, read_table
@@ -21,12 +22,14 @@ from miles_core.training.step import RankShare
 class UpdateInputs:
     """Committed parts that one update reads.
 
-    policy_parts: of policy/init or of the previous update; policy_digest: that policy's. probe: rollout's
-    safetensors file, None for no comparison with the engine. first_global_step: optimizer steps done before.
+    rollout and latents: rows and trajectories, parts of the same names. policy_parts: of policy/init or of the
+    previous update; policy_digest: that policy's. probe: rollout's safetensors file, None for no comparison with the
+    engine. first_global_step: optimizer steps done before.
     """
 
     iteration: int
     rollout: list[Part]
+    latents: list[Part]
     conditioning: list[Part]
     advantages: list[Part]
     policy_parts: list[Part]
@@ -51,7 +54,7 @@ class Rollout:
     """A rollout to train on: kept advantages in sample_index order, where each sample lies, how it was made."""
 
     advantages: list[AdvantageRow]
-    part_of: Mapping[int, Part]
+    part_of: Mapping[int, Microgroup]
     dynamics: Dynamics
     conditioning: Conditioning
 
@@ -61,7 +64,10 @@ def read_rollout(files: Files, inputs: UpdateInputs, expected: int, rank: int, w
 
     Raises StageError unless `expected` samples are kept and the policy that generated them is the one to train.
     """
-    index = together("reading the rollout", lambda: index_rollout(files, inputs.rollout[rank::world_size]))
+    index = together(
+        "reading the rollout",
+        lambda: index_rollout(files, microgroups(inputs.rollout, inputs.latents)[rank::world_size]),
+    )
     part_of, dynamics = merge(gather(index))
     advantages = together("reading the advantages", lambda: read_advantages(files, inputs.advantages))
     if len(advantages) != expected:

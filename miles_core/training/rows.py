@@ -12,6 +12,7 @@ import torch
 
 from miles_core.data.sample import Sample
 from miles_core.errors import StageError
+from miles_core.rollout.microgroup import Microgroup, joined
 from miles_core.store.files import Files
 from miles_core.store.parts import Part, read_table
 
@@ -27,8 +28,7 @@ _SAMPLE = (
     "timesteps",
     "sde_step_indices",
     "log_probs",
-    "latent_steps",
-    "latents",
+    "latents_digest",
 )
 
 
@@ -55,9 +55,9 @@ class Dynamics:
 
 @dataclass(frozen=True)
 class RolloutIndex:
-    """Which part holds each sample."""
+    """Which microgroup holds each sample."""
 
-    part_of: dict[int, Part]
+    part_of: dict[int, Microgroup]
     dynamics: set[Dynamics]
 
 
@@ -77,12 +77,12 @@ def read_advantages(files: Files, parts: Sequence[Part]) -> list[AdvantageRow]:
     return rows
 
 
-def index_rollout(files: Files, parts: Sequence[Part]) -> RolloutIndex:
-    """Sample numbers and dynamics of these parts. Raises DamagedError."""
-    part_of: dict[int, Part] = {}
+def index_rollout(files: Files, parts: Sequence[Microgroup]) -> RolloutIndex:
+    """Sample numbers and dynamics of these microgroups. Raises DamagedError."""
+    part_of: dict[int, Microgroup] = {}
     dynamics: set[Dynamics] = set()
     for part in parts:
-        table = read_table(files, part, ["sample_index", "timesteps", *_DYNAMICS])
+        table = read_table(files, part.data, ["sample_index", "timesteps", *_DYNAMICS])
         steps = table.schema.field("timesteps").type.list_size
         for row in table.drop_columns(["timesteps"]).to_pylist():
             index = row.pop("sample_index")
@@ -93,9 +93,9 @@ def index_rollout(files: Files, parts: Sequence[Part]) -> RolloutIndex:
     return RolloutIndex(part_of, dynamics)
 
 
-def merge(indices: Sequence[RolloutIndex]) -> tuple[dict[int, Part], Dynamics]:
+def merge(indices: Sequence[RolloutIndex]) -> tuple[dict[int, Microgroup], Dynamics]:
     """One index of all ranks'. Raises StageError where a sample comes twice or rows were made in different ways."""
-    part_of: dict[int, Part] = {}
+    part_of: dict[int, Microgroup] = {}
     for index in indices:
         twice = part_of.keys() & index.part_of.keys()
         if twice:
@@ -109,15 +109,16 @@ def merge(indices: Sequence[RolloutIndex]) -> tuple[dict[int, Part], Dynamics]:
     return part_of, dynamics.pop()
 
 
-def read_samples(files: Files, part_of: Mapping[int, Part], rows: Sequence[AdvantageRow]) -> list[Sample]:
-    """The samples of `rows`, in their order, with trajectories. Raises StageError for one without a rollout row."""
+def read_samples(files: Files, part_of: Mapping[int, Microgroup], rows: Sequence[AdvantageRow]) -> list[Sample]:
+    """The samples of `rows`, in their order, with trajectories. Raises StageError for one without a rollout row, or
+    whose trajectory is another's, PrunedError where the latents were pruned."""
     absent = [row.sample_index for row in rows if row.sample_index not in part_of]
     if absent:
         raise StageError(f"sample {absent[0]} has an advantage and no rollout row")
     wanted = {row.sample_index: row for row in rows}
     found: dict[int, Sample] = {}
-    for part in {part_of[index].path: part_of[index] for index in wanted}.values():
-        table = read_table(files, part, list(_SAMPLE))
+    for part in {part_of[index].data.path: part_of[index] for index in wanted}.values():
+        table = joined(files, part, list(_SAMPLE))
         table = table.filter(pc.is_in(table["sample_index"], pa.array(wanted, pa.int64())))
         for sample in _samples(table):
             row = wanted[sample.index]

@@ -54,7 +54,7 @@ def rollout_part(
     files: Files, prompts: list[str], images: list[np.ndarray], path: str = "rollout.parquet", first: int = 0
 ) -> Part:
     count = len(images)
-    schema = rollout_schema(latent_shape=(1, 2, 2), positions=2, sde_steps=1, steps=2, latent_dtype=pa.float32())
+    schema = rollout_schema(sde_steps=1, steps=2)
     constant = {
         "negative_prompt": None,
         "conditioning_id": "0" * 16,
@@ -67,8 +67,7 @@ def rollout_part(
         "timesteps": [1000.0, 500.0],
         "sde_step_indices": [0],
         "log_probs": [-1.0, 0.0],
-        "latent_steps": [0, 1],
-        "latents": [0.0] * 8,
+        "latents_digest": "l",
         "policy_digest": "p",
         "policy_version": -1,
         "engine": "e",

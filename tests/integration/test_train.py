@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from commands import MILES, Place, ray_processes
 
+from miles_core.rollout.microgroup import joined, microgroups
 from miles_core.store.parts import read_bytes, read_table
 from miles_core.store.stages import ITERATION_STAGES
 from miles_core.weights.packing import adapter_tensors
@@ -95,8 +96,8 @@ def test_no_row_is_lost_or_doubled_and_seeds_differ(place: Place, trained: str) 
     rows = [
         row
         for i in range(2)
-        for part in place.on_line("tiny", i, "rollout").data
-        for row in read_table(files, part, ["sample_index", "seed", "latents"]).to_pylist()
+        for m in microgroups(place.on_line("tiny", i, "rollout").data, place.on_line("tiny", i, "rollout").latents)
+        for row in joined(files, m, ["sample_index", "seed", "latents_digest"]).to_pylist()
     ]
     assert [row["sample_index"] for row in rows] == list(range(64))
     assert len({row["seed"] for row in rows}) == 64
@@ -265,18 +266,23 @@ class TestReaders:
     def parts(self, place: Place, trained: str) -> list[str]:
         return [place.store("tiny").files.url(part.path) for part in place.on_line("tiny", 0, "rollout").data]
 
-    def test_pyarrow(self, parts: list[str]) -> None:
-        table = pq.read_table(parts)
+    @pytest.fixture
+    def latents(self, place: Place, trained: str) -> list[str]:
+        return [place.store("tiny").files.url(part.path) for part in place.on_line("tiny", 0, "rollout").latents]
+
+    def test_pyarrow(self, parts: list[str], latents: list[str]) -> None:
+        assert pq.read_table(parts).num_rows == 32
+        table = pq.read_table(latents)
         assert table.num_rows == 32
         assert table.schema.field("latents").type.list_size == 3 * 16 * 8 * 8
 
-    def test_pandas(self, parts: list[str]) -> None:
+    def test_pandas(self, parts: list[str], latents: list[str]) -> None:
         import pandas
 
         frame = pandas.read_parquet(parts)
         assert len(frame) == 32
         assert frame["image"][0]["bytes"].startswith(b"\x89PNG")
-        assert frame["latents"][0].shape == (3072,)
+        assert pandas.read_parquet(latents)["latents"][0].shape == (3072,)
 
     def test_polars(self, parts: list[str]) -> None:
         import polars
@@ -292,13 +298,14 @@ class TestReaders:
             found = connection.execute("select count(*), count(distinct seed) from read_parquet(?)", [parts]).fetchone()
         assert found == (32, 32)
 
-    def test_datasets(self, parts: list[str], tmp_path: Path) -> None:
+    def test_datasets(self, parts: list[str], latents: list[str], tmp_path: Path) -> None:
         from datasets import load_dataset
 
         dataset = load_dataset("parquet", data_files=parts, split="train", cache_dir=str(tmp_path))
         assert dataset.num_rows == 32
         assert dataset[0]["image"].size == (64, 64)
-        assert len(dataset[0]["latents"]) == 3072
+        apart = load_dataset("parquet", data_files=latents, split="train", cache_dir=str(tmp_path))
+        assert len(apart[0]["latents"]) == 3072
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])

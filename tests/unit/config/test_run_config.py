@@ -47,6 +47,8 @@ def test_operational_fields_affect_no_stage_and_the_others_some() -> None:
         "distributed_timeout_minutes",
         "run_id",
         "device",
+        "keep_full_checkpoints",
+        "keep_latents_iterations",
     ):
         assert affects(name) == ()
     assert affects("lr") == ("update",)
@@ -70,6 +72,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"diffusion_height": 1 << 20}, "--diffusion-height"),
     ({"diffusion_num_sde_steps": 1, "diffusion_sde_window_range": "3"}, "two numbers are needed, written first,end"),
     ({"num_rollout": 0}, "--num-rollout 0"),
+    (
+        {"keep_full_checkpoints": 1},
+        "--keep-full-checkpoints 1 leaves nothing to make the newest update again from: give at least 2, or 0",
+    ),
+    ({"keep_full_checkpoints": -1}, "--keep-full-checkpoints -1"),
+    ({"keep_latents_iterations": -1}, "--keep-latents-iterations -1"),
     (
         {"rollout_batch_size": 4, "n_samples_per_prompt": 4, "global_batch_size": 3},
         "not a multiple of --global-batch-size 3",

@@ -46,7 +46,7 @@ def jpeg_bytes(image: np.ndarray) -> int:
 
 def rollout_part(files: Files, images: list[bytes], *, first: int = 20, path: str = "rollout/0.parquet") -> Part:
     count = len(images)
-    schema = rollout_schema(latent_shape=(1, 2, 2), positions=2, sde_steps=1, steps=2, latent_dtype=pa.float32())
+    schema = rollout_schema(sde_steps=1, steps=2)
     rows = {
         "sample_index": range(first, first + count),
         "group_index": [i // 2 for i in range(first, first + count)],
@@ -66,8 +66,7 @@ def rollout_part(files: Files, images: list[bytes], *, first: int = 20, path: st
         "timesteps": [[1000.0, 500.0]] * count,
         "sde_step_indices": [[0]] * count,
         "log_probs": [[-1.0, 0.0]] * count,
-        "latent_steps": [[0, 1]] * count,
-        "latents": [[0.0] * 8] * count,
+        "latents_digest": ["l"] * count,
         "policy_digest": ["p"] * count,
         "policy_version": [-1] * count,
         "engine": ["e"] * count,

@@ -13,13 +13,14 @@ import torch
 from PIL import Image
 
 from miles_core.errors import StageError
+from miles_core.rollout.microgroup import joined
 from miles_core.rollout.parsing import (
     ParserWorker,
     conditioning_id,
     conditioning_table,
     image_png,
     read_conditioning,
-    rollout_table,
+    rollout_tables,
 )
 from miles_core.rollout.protocol import GeneratedOutput, GenerateRequest, GenerateResult
 from miles_core.store.files import Files
@@ -68,6 +69,12 @@ def result(count: int = 2, guided: bool = True, dtype: torch.dtype = torch.float
     return GenerateResult(outputs, conditioning, "engine-1", 1.7e9, 2.5)
 
 
+def write(worker: ParserWorker, files: Files, made: GenerateResult, name: str, conditioning: str | None = None):
+    """The worker's parts of `made` under data/, latents/ and `conditioning`."""
+    paths = f"data/{name}", f"latents/{name}", conditioning
+    return worker.write(files, made, REQUEST, *paths, samples=SAMPLES, sde_steps=(1,), **WHOSE)
+
+
 class TestImage:
     def test_every_level_survives(self):
         levels = torch.arange(3 * 16 * 16).remainder(256).reshape(3, 16, 16)
@@ -87,18 +94,23 @@ class TestImage:
 class TestRolloutTable:
     def test_round_trip_through_a_part(self, tmp_path: Path):
         made, files = result(), Files(str(tmp_path))
-        part, beside = ParserWorker().write(
+        made_of, beside = ParserWorker().write(
             files,
             made,
             REQUEST,
             "data/0-0.parquet",
+            "latents/0-0.parquet",
             "conditioning/c.parquet",
             samples=SAMPLES,
             sde_steps=(1, 2, 4),
             **WHOSE,
         )
-        assert (part.rows, beside.rows) == (2, 4)
-        table = read_table(files, part)
+        assert (made_of.rows, made_of.latents.rows, beside.rows) == (2, 2, 4)
+        apart = read_table(files, made_of.latents)
+        table = joined(files, made_of, read_table(files, made_of.data).column_names)
+        assert not {"latents", "latent_steps"} & set(read_table(files, made_of.data).column_names)
+        assert apart.column_names == ["sample_index", "latent_steps", "latents", "row_digest"]
+        assert apart.column("row_digest").to_pylist() == table.column("latents_digest").to_pylist()
         for i, row in enumerate(table.to_pylist()):
             output = made.outputs[i]
             assert (row["sample_index"], row["group_index"]) == (8 + i, 2)
@@ -118,10 +130,10 @@ class TestRolloutTable:
         assert table.schema.field("latents").metadata[b"shape"] == b"[5, 16, 4, 6]"
 
     def test_only_positions_of_trained_steps_are_stored(self):
-        table = rollout_table(result(), REQUEST, samples=SAMPLES, sde_steps=(4, 0), **WHOSE)
-        assert table.column("latent_steps").to_pylist() == [[0, 1, 4, 5]] * 2
+        table, latents = rollout_tables(result(), REQUEST, samples=SAMPLES, sde_steps=(4, 0), **WHOSE)
+        assert latents.column("latent_steps").to_pylist() == [[0, 1, 4, 5]] * 2
         assert table.column("sde_step_indices").to_pylist() == [[0, 4]] * 2
-        stored = torch.tensor(table.column("latents").to_pylist()).reshape(2, 4, *SHAPE)
+        stored = torch.tensor(latents.column("latents").to_pylist()).reshape(2, 4, *SHAPE)
         assert torch.equal(stored[1], result().outputs[1].latents[[0, 1, 4, 5]])
         assert table.column("row_digest").to_pylist() == ["", ""]
 
@@ -130,15 +142,13 @@ class TestRolloutTable:
         later.engine, later.started_at, later.seconds = "engine-7", time.time(), 99.0
         moved = result()
         moved.outputs[0].latents[1, 0, 0, 0] += 1
-        parts = [
-            ParserWorker().write(files, r, REQUEST, f"{n}.parquet", None, samples=SAMPLES, sde_steps=(1,), **WHOSE)[0]
-            for n, r in enumerate((made, later, moved))
-        ]
-        assert parts[0].sha256 != parts[1].sha256
-        assert parts[0].content == parts[1].content != parts[2].content
+        parts = [write(ParserWorker(), files, r, f"{n}.parquet")[0] for n, r in enumerate((made, later, moved))]
+        assert parts[0].data.sha256 != parts[1].data.sha256
+        assert parts[0].data.content == parts[1].data.content != parts[2].data.content
+        assert parts[0].latents.content == parts[1].latents.content != parts[2].latents.content
 
     def test_negative_prompt_is_null_without_guidance(self):
-        table = rollout_table(result(guided=False), REQUEST, samples=SAMPLES, sde_steps=(1,), **WHOSE)
+        table, _ = rollout_tables(result(guided=False), REQUEST, samples=SAMPLES, sde_steps=(1,), **WHOSE)
         assert table.column("negative_prompt").to_pylist() == [None, None]
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -148,9 +158,7 @@ class TestRolloutTable:
         made, files = result(), Files(str(tmp_path))
         getattr(made.outputs[1], what).view(-1)[-1] = bad
         with pytest.raises(StageError, match=f"sample 9: {what} holds NaN or inf"):
-            ParserWorker().write(
-                files, made, REQUEST, "a.parquet", "c.parquet", samples=SAMPLES, sde_steps=(1,), **WHOSE
-            )
+            write(ParserWorker(), files, made, "a.parquet", "c.parquet")
         assert files.list("") == []
 
     def test_a_latent_of_another_dtype_is_refused(self):
@@ -158,19 +166,19 @@ class TestRolloutTable:
         made = result()
         made.outputs[0].latents = made.outputs[0].latents.bfloat16()
         with pytest.raises(StageError, match=r"sample 8: latents came as torch.bfloat16"):
-            rollout_table(made, REQUEST, samples=SAMPLES, sde_steps=(1,), **WHOSE)
+            rollout_tables(made, REQUEST, samples=SAMPLES, sde_steps=(1,), **WHOSE)
 
     @pytest.mark.parametrize(("count", "samples"), [(1, SAMPLES), (2, SAMPLES[:1]), (3, SAMPLES)])
     def test_a_missing_output_is_refused(self, count: int, samples: list):
         with pytest.raises(StageError, match=f"returned {count} outputs for 2 requested"):
-            rollout_table(result(count), REQUEST, samples=samples, sde_steps=(1,), **WHOSE)
+            rollout_tables(result(count), REQUEST, samples=samples, sde_steps=(1,), **WHOSE)
 
 
 class TestConditioning:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_round_trip(self, dtype: torch.dtype, tmp_path: Path):
         made, files = result(dtype=dtype), Files(str(tmp_path))
-        _, beside = ParserWorker().write(files, made, REQUEST, "a", "c", samples=SAMPLES, sde_steps=(1,), **WHOSE)
+        _, beside = write(ParserWorker(), files, made, "a", "c")
         table = read_table(files, beside)
         assert table.schema.equals(CONDITIONING)
         found = read_conditioning(table)
@@ -194,24 +202,36 @@ class TestConditioning:
 
     def test_the_second_writer_finds_the_first_ones_file(self, tmp_path: Path):
         files, worker = Files(str(tmp_path)), ParserWorker()
-        _, first = worker.write(files, result(), REQUEST, "a", "c", samples=SAMPLES, sde_steps=(1,), **WHOSE)
+        _, first = write(worker, files, result(), "a", "c")
         before = files.read("c")
-        part, second = worker.write(files, result(), REQUEST, "b", "c", samples=SAMPLES, sde_steps=(1,), **WHOSE)
+        part, second = write(worker, files, result(), "b", "c")
         assert second == first
         assert files.read("c") == before
-        assert files.exists(part.path)
+        assert files.exists(part.data.path)
 
     def test_a_damaged_file_is_made_again(self, tmp_path: Path):
         files = Files(str(tmp_path))
         files.create("c", b"half a par")
-        _, beside = ParserWorker().write(files, result(), REQUEST, "a", "c", samples=SAMPLES, sde_steps=(1,), **WHOSE)
+        _, beside = write(ParserWorker(), files, result(), "a", "c")
         assert read_conditioning(read_table(files, beside))
 
     def test_a_part_is_never_overwritten(self, tmp_path: Path):
         files, worker = Files(str(tmp_path)), ParserWorker()
-        worker.write(files, result(), REQUEST, "a", None, samples=SAMPLES, sde_steps=(1,), **WHOSE)
+        write(worker, files, result(), "a")
         with pytest.raises(FileExistsError):
-            worker.write(files, result(), REQUEST, "a", None, samples=SAMPLES, sde_steps=(1,), **WHOSE)
+            write(worker, files, result(), "a")
+
+    def test_the_rows_come_last(self, tmp_path: Path):
+        """Whoever finds a microgroup's rows finds its latents: a writer that stops between leaves no rows."""
+        files, worker = Files(str(tmp_path)), ParserWorker()
+        files.create("data/a", b"taken")
+        with pytest.raises(FileExistsError, match="data/a"):
+            write(worker, files, result(), "a", "c")
+        assert files.exists("latents/a") and files.exists("c")
+        files.create("latents/b", b"taken")
+        with pytest.raises(FileExistsError, match="latents/b"):
+            write(worker, files, result(), "b")
+        assert not files.exists("data/b")
 
     def test_id_depends_on_each_part(self):
         ids = [

@@ -24,6 +24,7 @@ def ask(monkeypatch: pytest.MonkeyPatch):
 
     def given(text: str) -> dict[str, str]:
         monkeypatch.setenv("MILES_FAULT", text)
+        monkeypatch.delenv("MILES_FAULT_COUNTS", raising=False)
         return arm()
 
     return given

@@ -116,3 +116,13 @@ def test_files_beside_the_rows(files: Files) -> None:
     part = write_file(files, "state.json", b"{}")
     assert read_bytes(files, part) == b"{}"
     assert part == file_part("state.json", b"{}")
+
+
+def test_a_deleted_file_is_gone_and_deleting_it_again_is_fine(files: Files, tmp_path: Path) -> None:
+    files.create("a/b.json", b"1")
+    assert files.modified("a/b.json") == pytest.approx((tmp_path / "a/b.json").stat().st_mtime)
+    files.delete("a/b.json")
+    assert files.list("a") == []
+    files.delete("a/b.json")
+    with pytest.raises(FileNotFoundError):
+        files.modified("a/b.json")

@@ -9,8 +9,8 @@ import pytest
 
 from miles_core.errors import InputError
 from miles_core.store.files import Files
-from miles_core.store.manifest import Manifest, fingerprint
-from miles_core.store.parts import write_file
+from miles_core.store.manifest import Manifest, fingerprint, stage_digest
+from miles_core.store.parts import Part, write_file
 from miles_core.store.run_store import RunStore, check_run_id, runs
 
 
@@ -187,3 +187,21 @@ def test_a_product_is_found_by_its_content_when_its_attempt_is_damaged(store: Ru
     assert store.product(consumed) is None
     again = commit(store, "a", b"content")
     assert store.product(consumed) == again
+
+
+@pytest.mark.parametrize("folder", ["data", "latents"])
+def test_rows_count_by_place_and_content_and_never_by_name(folder: str) -> None:
+    """The number of the try in a part's name is another after a crash."""
+
+    def digest(*parts: tuple[str, str]) -> str:
+        return stage_digest("f", tuple(Part(f"f/{name}", 1, 1, "s", content) for name, content in parts))
+
+    other = ("state.json", "x")
+    names = (f"{folder}/00000000-1.parquet", f"{folder}/00000001-1.parquet")
+    base = digest((names[0], "a"), (names[1], "b"), other)
+    assert digest((f"{folder}/00000001-7.parquet", "b"), (f"{folder}/00000000-2.parquet", "a"), other) == base
+    assert digest((names[0], "b"), (names[1], "a"), other) != base
+    assert digest((names[0], "a"), other) != base
+    assert digest(("conditioning/a.parquet", "a")) != digest(("conditioning/b.parquet", "a"))
+    both = digest(("data/0-1.parquet", "a"), ("latents/0-1.parquet", "b"))
+    assert both != digest(("data/0-1.parquet", "b"), ("latents/0-1.parquet", "a"))

@@ -62,7 +62,9 @@ def reference(iteration, inputs, *, beta, removed=()):
         return branch("neg") + GUIDANCE * (branch("pos") - branch("neg"))
 
     total, pairs, ratios = torch.zeros((), dtype=torch.float64), 0, []
+    latents_of = {row["sample_index"]: row for row in rows_of(iteration.files, inputs.latents)}
     for row in rows_of(iteration.files, inputs.rollout):
+        row = row | latents_of[row["sample_index"]]
         if row["sample_index"] in removed:
             continue
         latents = torch.tensor(row["latents"], dtype=torch.float64).reshape(len(row["latent_steps"]), 1, 16, 8, 8)

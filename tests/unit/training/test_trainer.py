@@ -5,7 +5,6 @@ import json
 import math
 import pickle
 
-import pyarrow as pa
 import pytest
 import torch
 from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
@@ -18,6 +17,7 @@ from trained_rollouts import (
     rows_of,
     run_config,
     trainer,
+    with_column,
 )
 
 from miles_core.errors import StageError
@@ -164,15 +164,37 @@ def test_loss_that_overflows_stops_before_the_step_and_names_the_micro_batch(ite
 
 def test_latents_that_are_not_finite_name_their_sample_alone(iteration, make):
     inputs = iteration.inputs("latents")
-    table = read_table(iteration.files, inputs.rollout[1])
+    table = read_table(iteration.files, inputs.latents[1])
     values = table["latents"].to_pylist()
     values[0][-1] = math.inf
-    at = table.schema.get_field_index("latents")
-    broken = table.set_column(at, table.schema.field(at), pa.array(values, table.schema.field(at).type))
-    part = write_table(iteration.files, "latents/rollout/broken.parquet", broken)
-    inputs = dataclasses.replace(inputs, rollout=[inputs.rollout[0], part])
+    latents = write_table(iteration.files, "latents/broken/1.parquet", with_column(table, "latents", values))
+    digests = read_table(iteration.files, latents).column("row_digest").to_pylist()
+    rows = with_column(read_table(iteration.files, inputs.rollout[1]), "latents_digest", digests)
+    part = write_table(iteration.files, "latents/rollout/broken/1.parquet", rows)
+    inputs = dataclasses.replace(inputs, rollout=[inputs.rollout[0], part], latents=[inputs.latents[0], latents])
     with pytest.raises(StageError, match=r"samples \[2\]"):
         make(micro_batch_size=12).update(iteration.files, inputs, "latents/out")
+
+
+def test_latents_of_other_samples_are_refused_by_name(iteration, make):
+    """Images and trajectories that do not belong together: two parts exchanged, and one row altered."""
+    inputs = iteration.inputs("strangers")
+    swapped = [
+        write_table(iteration.files, f"strangers/latents/{i}.parquet", read_table(iteration.files, part))
+        for i, part in enumerate(reversed(inputs.latents))
+    ]
+    with pytest.raises(StageError, match=r"latents/0\.parquet holds other latents .*samples \[2, 3\] beside \[0, 1\]"):
+        make().update(iteration.files, dataclasses.replace(inputs, latents=swapped), "strangers/out")
+    table = read_table(iteration.files, inputs.latents[1])
+    values = table["latents"].to_pylist()
+    values[1][0] += 1
+    moved = write_table(iteration.files, "strangers/moved/1.parquet", with_column(table, "latents", values))
+    with pytest.raises(StageError, match=r"moved/1\.parquet .*the latents of sample 3 have another digest"):
+        make().update(
+            iteration.files, dataclasses.replace(inputs, latents=[inputs.latents[0], moved]), "strangers/out2"
+        )
+    with pytest.raises(StageError, match=r"none of latents for strangers/rollout/1\.parquet"):
+        make().update(iteration.files, dataclasses.replace(inputs, latents=inputs.latents[:1]), "strangers/out3")
 
 
 def test_exported_adapter_gives_the_same_output_in_plain_diffusers(iteration, make, tmp_path):

@@ -12,7 +12,7 @@ from safetensors.torch import load
 from miles_core.config import RunConfig
 from miles_core.config.run_config import build
 from miles_core.rollout.diffusers_engine import DiffusersEngine
-from miles_core.rollout.parsing import conditioning_table, rollout_table
+from miles_core.rollout.parsing import conditioning_table, rollout_tables
 from miles_core.rollout.protocol import GenerateRequest, GenerateResult
 from miles_core.store.files import Files
 from miles_core.store.parts import Part, read_bytes, read_table, write_file, write_table
@@ -128,22 +128,23 @@ class Iteration:
         self.digest = policy_digest(self.push)
         self.policy = [write_file(self.files, "policy/adapter/pytorch_lora_weights.safetensors", adapter)]
         self.tables: list[pa.Table] = []
+        self.latents: list[Part] = []
         self.conditioning: list[Part] = []
         self.probe: Part | None = None
         for group in range(len(PROMPTS)):
             request, result, output = generate(model, self.push, group, 100 + 10 * group)
             keys = [{"sample_index": GROUP * group + i, "group_index": group} for i in range(GROUP)]
-            self.tables.append(
-                rollout_table(
-                    result,
-                    request,
-                    samples=keys,
-                    sde_steps=SDE_STEPS,
-                    policy_digest=self.digest,
-                    policy_version=-1,
-                    conditioning_id=f"c{group}",
-                )
+            rows, latents = rollout_tables(
+                result,
+                request,
+                samples=keys,
+                sde_steps=SDE_STEPS,
+                policy_digest=self.digest,
+                policy_version=-1,
+                conditioning_id=f"c{group}",
             )
+            self.tables.append(rows)
+            self.latents.append(write_table(self.files, f"rollout/latents/{group}.parquet", latents))
             path = f"rollout/conditioning/{group}.parquet"
             self.conditioning.append(write_table(self.files, path, conditioning_table(result, request, f"c{group}")))
             if group == 0:
@@ -173,8 +174,8 @@ class Iteration:
             for (sample, step), value in (log_probs or {}).items():
                 if sample // GROUP == group:
                     values[sample % GROUP, step] = value
-            changed = _with_column(table, "log_probs", values.tolist())
-            changed = _with_column(changed, "policy_digest", [digest] * GROUP)
+            changed = with_column(table, "log_probs", values.tolist())
+            changed = with_column(changed, "policy_digest", [digest] * GROUP)
             parts.append(write_table(self.files, f"{name}/rollout/{group}.parquet", changed))
         rows = [
             {
@@ -196,6 +197,7 @@ class Iteration:
         return UpdateInputs(
             iteration=0,
             rollout=parts,
+            latents=self.latents,
             conditioning=self.conditioning,
             advantages=[write_table(self.files, f"{name}/advantages.parquet", table)],
             policy_parts=parts_policy,
@@ -242,7 +244,7 @@ def rows_of(files: Files, parts: Sequence[Part]) -> list[dict[str, Any]]:
     return [row for part in parts for row in read_table(files, part).to_pylist()]
 
 
-def _with_column(table: pa.Table, name: str, values: list) -> pa.Table:
+def with_column(table: pa.Table, name: str, values: list) -> pa.Table:
     at = table.schema.get_field_index(name)
     field = table.schema.field(at)
     return table.set_column(at, field, pa.array(values, field.type))

@@ -1,0 +1,63 @@
+"""How large a family's tensors are, from a pipeline's JSON and safetensors headers: no torch, so that a driver can ask."""
+
+import json
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What a family's file takes over: the VAE's channels and factor, text tokens of a conditioning, LoRA targets."""
+
+    latent_channels: int
+    vae_scale_factor: int
+    text_tokens: int
+    lora_target_modules: tuple[str, ...]
+
+    def latent_elements(self, height: int, width: int) -> int:
+        """Numbers in one latent of an image of height x width pixels."""
+        return self.latent_channels * (height // self.vae_scale_factor) * (width // self.vae_scale_factor)
+
+    def conditioning_elements(self, folder: Path) -> int:
+        """Numbers in the conditioning of one text: tokens of the transformer's width, and the pooled projections."""
+        config = json.loads((folder / "transformer" / "config.json").read_text())
+        return int(self.text_tokens * config["joint_attention_dim"] + config["pooled_projection_dim"])
+
+
+SHAPES = {
+    "sd3": Shapes(
+        latent_channels=16,
+        vae_scale_factor=8,
+        text_tokens=77 + 256,
+        lora_target_modules=(
+            "attn.to_q",
+            "attn.to_k",
+            "attn.to_v",
+            "attn.to_out.0",
+            "attn.add_q_proj",
+            "attn.add_k_proj",
+            "attn.add_v_proj",
+            "attn.to_add_out",
+        ),
+    )
+}
+
+
+def lora_parameters(folder: Path, targets: Sequence[str], rank: int) -> list[int]:
+    """Parameters of each pair B A that a LoRA of `rank` adds to the transformer's linear layers named by `targets`."""
+    endings = tuple(f".{target}.weight" for target in targets)
+    return [
+        rank * (shape[0] + shape[1])
+        for name, shape in _weights(folder / "transformer")
+        if f".{name}".endswith(endings) and len(shape) == 2
+    ]
+
+
+def _weights(folder: Path) -> Iterator[tuple[str, list[int]]]:
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(size))
+        yield from ((name, entry["shape"]) for name, entry in header.items() if name != "__metadata__")

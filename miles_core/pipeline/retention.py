@@ -1,0 +1,82 @@
+"""Prunes what a run's retention rule gives up, at the end of each iteration of train.
+
+Crash-safe: the tombstone first, then the files; files that an interrupted pass left go with the next one.
+"""
+
+import time
+from collections.abc import Iterator
+
+from miles_core.config import RunConfig
+from miles_core.observe.terminal import bytes_text
+from miles_core.pipeline.stage import Step
+from miles_core.store.retention import Rule, rules, to_prune
+from miles_core.store.run_store import RunStore
+from miles_core.store.tombstone import Tombstone, read_tombstone, write_tombstone
+
+# Longer than any stage takes: an unfinished attempt whose files are older belongs to nobody.
+ABANDONED_SECONDS = 24 * 3600.0
+
+
+def rules_of(config: RunConfig) -> tuple[Rule, ...]:
+    """The retention rules of a configuration."""
+    return rules(
+        full_checkpoints=config.run.keep_full_checkpoints, latents_iterations=config.run.keep_latents_iterations
+    )
+
+
+def retain(step: Step) -> None:
+    """Prune older iterations after the step's own was finished, and say what went. For train alone."""
+    step.fence()
+    gone = [stone for rule in rules_of(step.config) for stone in _prune(step.store, rule, step.iteration)]
+    if gone:
+        what = ", ".join(dict.fromkeys(name for stone in gone for name in stone.what))
+        print(f"  pruned {what}: {len(gone)} attempts, {bytes_text(sum(stone.bytes for stone in gone))}", flush=True)
+
+
+def _prune(store: RunStore, rule: Rule, at: int) -> Iterator[Tombstone]:
+    for iteration in to_prune(store.iterations(), store.line_iterations(rule.stage), rule.keep, at):
+        for name in store.attempts(rule.stage, iteration):
+            folder = f"{store.stage_folder(rule.stage, iteration)}/{name}"
+            stone = read_tombstone(store.files, folder)
+            if stone is None and _prunable(store, rule, iteration, name):
+                stone = _bury(store, rule, folder)
+                if stone:
+                    yield stone
+            if stone:
+                _delete(store, folder, stone)
+
+
+def _prunable(store: RunStore, rule: Rule, iteration: int, name: str) -> bool:
+    """Whether an attempt is finished, or given up: unfinished, beside a committed one, untouched for a day."""
+    folder = f"{store.stage_folder(rule.stage, iteration)}/{name}"
+    if store.files.exists(f"{folder}/manifest.json"):
+        return store.manifest(rule.stage, iteration, name) is not None
+    if not store.committed(rule.stage, iteration):
+        return False
+    written = [f"{folder}/attempt.json", *(f"{folder}/{path}" for path in _listed(store, rule.folders, folder))]
+    touched = [store.files.modified(path) for path in written if store.files.exists(path)]
+    return bool(touched) and time.time() - max(touched) > ABANDONED_SECONDS
+
+
+def _bury(store: RunStore, rule: Rule, folder: str) -> Tombstone | None:
+    parts = tuple(_listed(store, rule.folders, folder))
+    if not parts:
+        return None
+    stone = Tombstone(
+        what=tuple(name for name in rule.folders if any(path.startswith(f"{name}/") for path in parts)),
+        when=time.time(),
+        why=f"older than the newest {rule.keep} iterations",
+        option=rule.option,
+        parts=parts,
+        bytes=sum(store.files.size(f"{folder}/{path}") for path in parts),
+    )
+    return stone if write_tombstone(store.files, folder, stone) else None
+
+
+def _delete(store: RunStore, folder: str, stone: Tombstone) -> None:
+    for path in set(_listed(store, stone.what, folder)) & set(stone.parts):
+        store.files.delete(f"{folder}/{path}")
+
+
+def _listed(store: RunStore, folders: tuple[str, ...], folder: str) -> list[str]:
+    return [f"{name}/{file}" for name in folders for file in store.files.list(f"{folder}/{name}")]

@@ -156,6 +156,16 @@ def optimizer(c: RunConfig) -> None:
         raise ValueError(f"--lr-warmup-iters {warmup} is more than --lr-decay-iters {o.lr_decay_iters}: lower it")
 
 
+def ranks(c: RunConfig) -> None:
+    world = c.cluster.actor_num_nodes * c.cluster.actor_num_gpus_per_node
+    if world % c.training.dp_replicate_size:
+        raise ValueError(
+            f"--dp-replicate-size {c.training.dp_replicate_size} does not divide actor_num_nodes "
+            f"{c.cluster.actor_num_nodes} x actor_num_gpus_per_node {c.cluster.actor_num_gpus_per_node} = {world} "
+            "trainer ranks: change one of the three"
+        )
+
+
 def needs(c: RunConfig) -> None:
     if not c.lora.use_lora:
         raise ValueError("training all weights is not there yet: give --use-lora")
@@ -167,4 +177,4 @@ def needs(c: RunConfig) -> None:
         )
 
 
-CHECKS: tuple[Callable[[RunConfig], None], ...] = (batches, steps, dynamics, optimizer, needs)
+CHECKS: tuple[Callable[[RunConfig], None], ...] = (batches, steps, dynamics, optimizer, ranks, needs)

@@ -50,14 +50,14 @@ class RollCall:
         """One sentence that names rank, place and cause; call after `report`."""
         if not is_lost(fault):
             return f"trainer rank {self._rank} failed in {at}: {_one_line(fault)}"
-        waited = (time.monotonic() - self._since) / 60
+        waited = time.monotonic() - self._since
         try:
             silent = self._wait_for(f"left/{self._verbs}", min(_ANSWER_SECONDS, self._seconds))
             causes = self._causes(silent)
             places = {rank: self._store.get(f"at/{rank}").decode() for rank in silent}
         except dist.DistError:
             silent, causes, places = [0], {}, {0: "an unknown place, as it held the list"}
-        what = f"trainer rank {self._rank} waited {waited:.2g} minutes in {at}"
+        what = f"trainer rank {self._rank} waited {waited / 60:.3f} minutes in {at}"
         if causes:
             rank, cause = next(iter(causes.items()))
             return f"{what} for trainer rank {rank}, which failed in {cause}"

@@ -76,12 +76,11 @@ def test_rank_that_hangs_or_dies_is_named_with_the_place(iteration, ranks, input
     assert said[late] is None
     for rank, text in enumerate(said):
         if rank != late:
-            waited = rf"StageError: trainer rank {rank} waited [\d.e-]+ minutes in {SECOND_STEP} "
+            waited = rf"StageError: trainer rank {rank} waited [\d.]+ minutes in update: step 2 of 2, .* "
             assert re.match(rf"{waited}for trainer rank {late}: hangs or died", text)
             assert f"rank {late} was last seen in {SECOND_STEP}" in text or (kind, late) == ("die", 0)
             assert f"--distributed-timeout-minutes {MINUTES}" in text
-    # The hung process itself is given up by the test after a further 15 seconds.
-    assert took < (SECONDS if kind == "hang" else 0) + ANSWERS + SLACK + 15 + 10
+    assert took < (SECONDS if kind == "hang" else 0) + ANSWERS + SLACK
     assert iteration.files.list(out) == []
 
 
@@ -152,8 +151,8 @@ def test_mixture_of_two_checkpoints_is_refused(iteration, ranks, inputs):
 
     for mixed, words in (
         (parts(**{"shard-00002": shard(old, 2)}), "has digest"),
-        (parts(**{"shard-00002": shard(three, 3)}), "elements of"),
-        (parts(**{"shard-00002": shard(new, 1)}), "twice at"),
+        (parts(**{"shard-00002": shard(three, 3)}), "other tensors"),
+        (parts(**{"shard-00001": shard(three, 1)}), "twice at"),
     ):
         said = ranks.call("load", mixed, new.policy_digest)
         assert words in said[0] and said[0] == said[1]

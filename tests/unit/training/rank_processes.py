@@ -52,6 +52,7 @@ class RankProcesses:
         self._ends: list[Connection] = []
         self._processes: list[Any] = []
         self._lost: set[int] = set()
+        self._hangs: set[int] = set()
         for rank in range(count):
             self._spawn(rank)
 
@@ -64,6 +65,7 @@ class RankProcesses:
             self._processes[rank].join()
             self._spawn(rank)
         self._lost.clear()
+        self._hangs = {fault.rank} if fault is not None and fault.kind == "hang" else set()
         self._world, port = world, free_port()
         for rank in range(world):
             if rank not in absent:
@@ -98,11 +100,11 @@ class RankProcesses:
             process.join()
 
     def _answers(self, absent: tuple[int, ...] = ()) -> list[Any]:
-        """In the order of ranks; a rank with a fault is waited for no longer than the others."""
+        """In the order of ranks; a rank that hangs is waited for no longer than the others."""
         found: list[Any] = [None] * self._world
         waiting = {rank for rank in range(self._world) if rank not in absent}
-        deadline = time.monotonic() + LIMIT
-        while waiting and time.monotonic() < deadline:
+        deadline, failed = time.monotonic() + LIMIT, False
+        while waiting - (self._hangs if failed else set()) and time.monotonic() < deadline:
             for rank in list(waiting):
                 if self._ends[rank].poll(0.05):
                     waiting.remove(rank)
@@ -111,8 +113,7 @@ class RankProcesses:
                     except EOFError:
                         self._lost.add(rank)
                         continue
-                    if isinstance(found[rank], str):
-                        deadline = min(deadline, time.monotonic() + 15)
+                    failed = failed or isinstance(found[rank], str)
         self._lost |= waiting
         return found
 

@@ -49,7 +49,19 @@ OPTIONS = {
     "actor_idle_minutes": 3,
 }
 # Passages before the second iteration: 8 microgroups, 2 ranks with 2 steps of 2 forwards and their reference.
-INSIDE_PASSAGE = {"rollout": 11, "rewards": 11, "update": 6, "sync": 3}
+INSIDE_PASSAGE = {
+    "rollout:landed": 11,
+    "rollout:generate": 11,
+    "rollout:write": 11,
+    "rollout:written": 11,
+    "rewards:landed": 11,
+    "rewards:score": 11,
+    "update:forward": 11,
+    "update:after_step": 6,
+    "update:write": 10,
+    "sync:push": 4,
+    "sync:pushed": 4,
+}
 VICTIMS = {
     "flow": "the command itself",
     "keeper": "the keeper of the Ray head",
@@ -164,7 +176,7 @@ def cell(home: Path, base: dict[str, str], point: str, victim: str, cli: bool) -
     case = Case(home, f"{point}-{victim}".replace(":", "-"), cli)
     stage, place = point.split(":")
     boundary = place in ("start", "before_commit", "after_commit", "end")
-    passage = (1 if stage == "policy" else 2) if boundary else INSIDE_PASSAGE[stage]
+    passage = (1 if stage == "policy" else 2) if boundary else INSIDE_PASSAGE[point]
     counts = case.root / "counts"
     counts.mkdir()
     process = case.start(MILES_FAULT=f"{point}:{passage}:slow=4", MILES_FAULT_COUNTS=str(counts))

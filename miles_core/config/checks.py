@@ -163,6 +163,16 @@ def retention(c: RunConfig) -> None:
         )
 
 
+def ranks(c: RunConfig) -> None:
+    world = c.cluster.actor_num_nodes * c.cluster.actor_num_gpus_per_node
+    if world % c.training.dp_replicate_size:
+        raise ValueError(
+            f"--dp-replicate-size {c.training.dp_replicate_size} does not divide actor_num_nodes "
+            f"{c.cluster.actor_num_nodes} x actor_num_gpus_per_node {c.cluster.actor_num_gpus_per_node} = {world} "
+            "trainer ranks: change one of the three"
+        )
+
+
 def needs(c: RunConfig) -> None:
     if not c.lora.use_lora:
         raise ValueError("training all weights is not there yet: give --use-lora")
@@ -174,4 +184,4 @@ def needs(c: RunConfig) -> None:
         )
 
 
-CHECKS: tuple[Callable[[RunConfig], None], ...] = (batches, steps, dynamics, optimizer, retention, needs)
+CHECKS: tuple[Callable[[RunConfig], None], ...] = (batches, steps, dynamics, optimizer, retention, ranks, needs)

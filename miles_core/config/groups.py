@@ -42,11 +42,11 @@ class ClusterGroup(Group):
         "auto", "device of trainer and engines; auto: cuda where there is one"
     )
     distributed_timeout_minutes: float = option(
-        10, "limit of one collective or one actor call, in minutes", gt=0, le=10_080
+        10.0, "limit of one collective or one actor call, in minutes", gt=0, le=10_080
     )
     keep_actors: bool = option(False, "leave Ray and the run's processes to the next command of the same run")
     actor_idle_minutes: float = option(
-        30, "processes that a killed command left end when no command has used them for so long", gt=0, le=10_080
+        30.0, "processes that a killed command left end when no command has used them for so long", gt=0, le=10_080
     )
 
 
@@ -60,6 +60,12 @@ class TrainingGroup(Group):
         "bf16", "dtype of the transformer's forward in trainer and embedded engine", affects=("rollout", "update")
     )
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass", affects=("update",))
+    dp_replicate_size: int = option(
+        1, "copies of the sharded model, each over ranks / dp_replicate_size ranks; 1: one, over all", ge=1, le=4096
+    )
+    deterministic_mode: bool = option(
+        False, "deterministic kernels alone in trainer and engines; an operation that has none is an error"
+    )
 
 
 class OptimizerGroup(Group):
@@ -180,6 +186,11 @@ class DataGroup(Group):
     )
     diffusion_train_iter_order: Literal["sample_major", "timestep_major"] = option(
         "sample_major", "order in which pairs are visited", affects=("update",)
+    )
+    train_dp_split_mode: Literal["contiguous", "stride"] = option(
+        "contiguous",
+        "which samples of an optimizer step a rank takes: a run of neighbours, or every n-th of n ranks",
+        affects=("update",),
     )
 
 

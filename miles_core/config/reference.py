@@ -3,13 +3,13 @@
 NOT_YET = frozenset(
     """
     rollout_num_gpus rollout_num_gpus_per_engine num_gpus_per_node colocate offload offload_train offload_rollout
-    distributed_backend cuda_visible_devices fsdp_cpu_offload fsdp_cpu_backend dp_replicate_size sequence_parallel_size
-    ulysses_degree fsdp_attention_backend fsdp_flow_shift deterministic_mode train_env_vars model_backend_path
+    distributed_backend cuda_visible_devices fsdp_cpu_offload fsdp_cpu_backend sequence_parallel_size
+    ulysses_degree fsdp_attention_backend fsdp_flow_shift train_env_vars model_backend_path
     train_pipeline_config_path use_checkpoint_lr_scheduler override_lr_scheduler rollout_function_path
     eval_function_path data_source_path custom_generate_function_path sde_step_backend_path diffusion_guidance_scale_2
     diffusion_true_cfg_scale diffusion_output_num_frames diffusion_fps diffusion_flow_shift over_sampling_batch_size
     rollout_patch_group update_weight_target_module update_weight_buffer_size sglang_server_concurrency
-    train_dp_split_mode num_epoch start_rollout_id sft_encoder_checkpoint sft_frame_stride buffer_filter_path
+    num_epoch start_rollout_id sft_encoder_checkpoint sft_frame_stride buffer_filter_path
     eval_interval eval_prompt_data eval_config n_samples_per_eval_prompt diffusion_eval_num_steps
     skip_eval_before_train eval_reward_key diffusion_recompute_old_log_prob diffusion_nft_beta
     diffusion_nft_timestep_fraction no_diffusion_nft_adaptive_weight no_diffusion_nft_shuffle_timesteps

@@ -34,8 +34,10 @@ class EngineActor(FencedActor):
 
     def __init__(self, terms: Terms, config: RunConfig, checkpoint: str, family: str, device: str) -> None:
         from miles_core.rollout.diffusers_engine import DiffusersEngine
+        from miles_core.training.determinism import make_deterministic
 
         super().__init__(terms)
+        make_deterministic(config.training.deterministic_mode, device)
         self.engine = DiffusersEngine(
             name=terms.name,
             checkpoint=checkpoint,
@@ -137,6 +139,9 @@ class TrainerActor(FencedActor):
 
         self.rank = TrainerRank(config, checkpoint, family, **place)
         self.rank.start()
+
+    def at(self) -> str:
+        return "idle" if self.rank is None else str(self.rank.at)
 
     def init_policy(self, *arguments: Any) -> Any:
         """TrainerRank.init_policy."""

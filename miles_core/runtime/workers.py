@@ -248,17 +248,19 @@ class Workers:
 
     def _watch(self, ranks: list[Actor], calls: list[Any], watch: Callable[[int, int], None]) -> None:
         """Wait for all ranks, or for the first that fails, as long as something moves."""
-        deadline, seen = time.monotonic() + self.seconds, [(0, 0)] * len(ranks)
+        # The ranks' own limit comes first: it knows more.
+        limit = self.seconds + _ANSWER_SECONDS
+        deadline, seen = time.monotonic() + limit, [(0, 0)] * len(ranks)
         waiting = list(calls)
         while waiting:
             ready, waiting = self.ray.wait(waiting, num_returns=1, timeout=1.0)
             if ready:
                 self.get(ready, f"trainer rank {calls.index(ready[0])}")
-                deadline = time.monotonic() + self.seconds
+                deadline = time.monotonic() + limit
                 continue
             done = self._ask([rank.handle.progress.remote() for rank in ranks])
             if done is not None and done != seen:
-                deadline, seen = time.monotonic() + self.seconds, done
+                deadline, seen = time.monotonic() + limit, done
                 watch(*done[0])
             elif time.monotonic() > deadline:
                 raise StageError(

@@ -6,7 +6,8 @@ file a rank, so that it loads at another world size. Content is a function of th
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
 
 from miles_core.errors import StageError
 from miles_core.store.digest import canonical_json, tensor_digests
@@ -25,6 +27,8 @@ STATE_FILE = "trainer_state.json"
 RNG_FILE = "rng.safetensors"
 _SCHEMA_VERSION = 1
 _SHARD = "shard-"
+_SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
+_STEP_STRIDE = 1_000_003
 
 
 def init_adam_state(optimizer: torch.optim.AdamW) -> None:
@@ -55,8 +59,9 @@ def state_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim
 
 
 def save_shard(state: dict[str, torch.Tensor]) -> dict[str, bytes]:
-    """This rank's shard files by name; the same state gives the same bytes. A collective."""
-    with tempfile.TemporaryDirectory() as folder:
+    """This rank's shard files by name, none where other ranks hold all that it does; the same state gives the same
+    bytes. A collective. Raises StageError."""
+    with tempfile.TemporaryDirectory() as folder, _stage_error("written"):
         dcp.save(state, storage_writer=HuggingFaceStorageWriter(folder, save_distributed=True))
         return {path.name: _canonical(path.read_bytes()) for path in Path(folder).glob(f"{_SHARD}*.safetensors")}
 
@@ -64,7 +69,7 @@ def save_shard(state: dict[str, torch.Tensor]) -> dict[str, bytes]:
 def load_shards(state: dict[str, torch.Tensor], files: Mapping[str, bytes]) -> None:
     """Fill `state` in place from all shard files of a checkpoint. A collective.
 
-    Raises StageError where the checkpoint lacks a tensor, has one more, or one of another shape.
+    Raises StageError where the checkpoint lacks a tensor or a piece of one, has one more, or one of another shape.
     """
     found = {name for data in files.values() for name in tensor_digests(data)}
     missing, foreign = sorted(set(state) - found), sorted(found - set(state))
@@ -73,13 +78,11 @@ def load_shards(state: dict[str, torch.Tensor], files: Mapping[str, bytes]) -> N
             f"the checkpoint has other tensors than this run trains: {len(missing)} missing {missing[:2]}, "
             f"{len(foreign)} unknown {foreign[:2]}"
         )
-    with tempfile.TemporaryDirectory() as folder:
+    _check_pieces(state, files)
+    with tempfile.TemporaryDirectory() as folder, _stage_error("loaded"):
         for name, data in files.items():
             Path(folder, name).write_bytes(data)
-        try:
-            dcp.load(state, storage_reader=HuggingFaceStorageReader(folder))
-        except Exception as fault:
-            raise StageError(f"the checkpoint could not be loaded: {fault}") from fault
+        dcp.load(state, storage_reader=HuggingFaceStorageReader(folder))
 
 
 def shard_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -131,24 +134,56 @@ def encode_rng(states: list[dict[str, torch.Tensor]]) -> bytes:
     return to_safetensors({name: tensor for state in states for name, tensor in state.items()})
 
 
-def restore_rng(files: Mapping[str, bytes], device: torch.device, seed: int) -> None:
-    """Set this rank's random state; a rank that the checkpoint did not have draws from `seed` + rank.
+def restore_rng(files: Mapping[str, bytes], device: torch.device, *, seed: int, global_step: int) -> None:
+    """Set this rank's random state to its own; a rank that the checkpoint did not have is seeded for `global_step`.
 
-    Raises StageError where the file is absent.
+    Raises StageError where the file is absent or lacks a rank between others.
     """
     if RNG_FILE not in files:
         raise StageError(f"the checkpoint lacks {RNG_FILE}")
     states, rank = from_safetensors(files[RNG_FILE]), dist.get_rank()
-    seed_rng(seed)
+    count = sum(name.endswith(".cpu") for name in states)
+    absent = [r for r in range(max(count, 1)) if f"rank{r}.cpu" not in states]
+    if absent:
+        raise StageError(f"the checkpoint's {RNG_FILE} lacks the random state of rank {absent[0]}")
+    seed_rng(seed, global_step)
     if f"rank{rank}.cpu" in states:
         torch.set_rng_state(states[f"rank{rank}.cpu"])
     if device.type == "cuda" and f"rank{rank}.cuda" in states:
         torch.cuda.set_rng_state(states[f"rank{rank}.cuda"], device)
 
 
-def seed_rng(seed: int) -> None:
-    """A random state of its own for every rank."""
-    torch.manual_seed(seed + dist.get_rank())
+def seed_rng(seed: int, global_step: int) -> None:
+    """A random state of its own for every rank; one that joins later does not repeat what was drawn at the start."""
+    torch.manual_seed(seed + dist.get_rank() + _STEP_STRIDE * global_step)
+
+
+def _check_pieces(state: Mapping[str, torch.Tensor], files: Mapping[str, bytes]) -> None:
+    """Raises StageError unless every tensor is there once in full: the reader would leave a gap as it was."""
+    elements, places = dict.fromkeys(state, 0), {name: set[tuple[int, ...]]() for name in state}
+    for file, data in files.items():
+        offsets = json.loads(safetensors_metadata(data)[_SHARDING])
+        for name, tensor in from_safetensors(data).items():
+            place = tuple(offsets[name][_OFFSETS])
+            if not tensor.numel():
+                continue
+            if place in places[name]:
+                raise StageError(f"the checkpoint holds {name} twice at {list(place)}, the second time in {file}")
+            places[name].add(place)
+            elements[name] += tensor.numel()
+    for name, tensor in state.items():
+        if elements[name] != tensor.numel():
+            raise StageError(f"the checkpoint holds {elements[name]} of the {tensor.numel()} elements of {name}")
+
+
+@contextmanager
+def _stage_error(done: str) -> Iterator[None]:
+    """A fault of torch's distributed checkpoint, which is no Exception, as StageError."""
+    try:
+        yield
+    except CheckpointException as fault:
+        rank, (cause, _) = next(iter(fault.failures.items()))
+        raise StageError(f"the checkpoint could not be {done} on trainer rank {rank}: {cause}") from fault
 
 
 def _canonical(data: bytes) -> bytes:

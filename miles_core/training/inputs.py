@@ -93,8 +93,8 @@ def rank_share(
     rank: int,
     world_size: int,
 ) -> RankShare:
-    """This rank's contiguous part of an optimizer step's samples, as micro-batches of unmasked pairs."""
-    rows = batch[slice_of(len(batch), rank, world_size)]
+    """This rank's part of an optimizer step's samples (train_dp_split_mode), as micro-batches of unmasked pairs."""
+    rows = batch[slice_of(len(batch), rank, world_size, config.data.train_dp_split_mode)]
     samples = read_samples(files, rollout.part_of, rows)
     pairs = unmasked(
         expand_samples_to_train_pairs(args, samples, [r.advantage for r in rows], [r.raw_reward for r in rows])

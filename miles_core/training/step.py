@@ -46,6 +46,7 @@ def accumulate(
     guidance_scale: float,
     with_reference: bool,
     device: torch.device,
+    before_pass: Callable[[int], None],
     on_pass: Callable[[int], None],
 ) -> tuple[StepMetrics, set[int]]:
     """Add the gradient of `scale` x (sum of the pairs' losses) to the parameters.
@@ -60,6 +61,7 @@ def accumulate(
     indices: list[list[int]] = []
     sharded = cast(FSDPModule, transformer)
     for number in range(accumulation.passes):
+        before_pass(number)
         sharded.set_requires_gradient_sync(number == accumulation.passes - 1)
         if number >= len(share.micro_batches):
             _empty_pass(transformer, predict, share.spare, conditioning, guidance_scale, with_reference, device)

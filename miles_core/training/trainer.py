@@ -5,15 +5,14 @@ it with the same arguments.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from miles_core.algorithms.flow_grpo import LossContext
 from miles_core.algorithms.sde import sde_step_backend
@@ -21,18 +20,22 @@ from miles_core.config import RunConfig
 from miles_core.errors import StageError
 from miles_core.families.base import DiffusersModelBackend, torch_dtype
 from miles_core.families.resolve import train_pipeline_config
+from miles_core.runtime.faults import fault_point
 from miles_core.store.digest import content_digest
 from miles_core.store.files import Files
 from miles_core.store.parts import Part, read_bytes, write_file, write_table
 from miles_core.training import checkpoint as ckpt
 from miles_core.training.batch import not_finite
-from miles_core.training.distributed import gather, start_process_group, together
+from miles_core.training.determinism import make_deterministic
+from miles_core.training.distributed import gather, open_store, rank_mesh, start_process_group, together
 from miles_core.training.inputs import Rollout, UpdateInputs, UpdateResult, rank_share, read_rollout, row_args
 from miles_core.training.lr_schedule import learning_rate
 from miles_core.training.metrics import update_table
 from miles_core.training.model import assign, attach_lora, lora_parameters, shard, whole
+from miles_core.training.optimize import clip_and_step, make_adamw, refuse
 from miles_core.training.output import ADAPTER_FILE, PROBE_FILE, ROWS_FILE, content_of, short_name
 from miles_core.training.probe import Probe, check_parity, encode_probe, read_probe, run_probe
+from miles_core.training.roll_call import RollCall, is_lost
 from miles_core.training.step import Accumulation, accumulate
 from miles_core.weights.digest import policy_digest
 from miles_core.weights.packing import adapter_info, adapter_tensors, to_diffusers, to_safetensors
@@ -41,7 +44,11 @@ Progress = Callable[[dict[str, int]], None]
 
 
 class TrainerRank:
-    """Rank `rank` of `world_size`. checkpoint: pipeline folder. device: cpu or cuda."""
+    """Rank `rank` of `world_size`. checkpoint: pipeline folder. device: cpu or cuda.
+
+    at: what this rank is doing, for people and for a thread that watches ("update: step 2 of 4, forward 3 of 8",
+    "idle"); a plain attribute, replaced as a whole.
+    """
 
     def __init__(
         self,
@@ -65,33 +72,36 @@ class TrainerRank:
         self._global_step = 0
         self._held: str | None = None
         self._policy = ""
+        self.at = "idle"
 
     def start(self) -> None:
         """Join the process group, load the model, attach the seeded LoRA, shard. Raises StageError."""
-        c = self.config
-        self._device = start_process_group(
+        c, seconds = self.config, 60 * self.config.cluster.distributed_timeout_minutes
+        make_deterministic(c.training.deterministic_mode, self._device_kind)
+        store = open_store(
             rank=self.rank,
             world_size=self.world_size,
             master_address=self._address,
             master_port=self._port,
-            device=self._device_kind,
-            timeout_minutes=c.cluster.distributed_timeout_minutes,
+            seconds=seconds,
         )
-        self._transformer = together("loading the transformer", self._load_transformer)
-        mesh = init_device_mesh(self._device.type, (self.world_size,), mesh_dim_names=("dp",))
-        shard(self._transformer, self._family.fsdp_blocks(self._transformer), mesh, c)
-        self._parameters = lora_parameters(self._transformer)
-        self._optimizer = torch.optim.AdamW(
-            list(self._parameters.values()),
-            lr=c.optimizer.lr,
-            betas=(c.optimizer.adam_beta1, c.optimizer.adam_beta2),
-            eps=c.optimizer.adam_eps,
-            weight_decay=c.optimizer.weight_decay,
-        )
-        self._start_fresh()
-        adapter = self._adapter()
-        self._policy = policy_digest(to_safetensors(adapter))
-        self._held = _state_key([(ADAPTER_FILE, content_of(ADAPTER_FILE, self._adapter_file(adapter)))])
+        self._roll = RollCall(store, self.rank, self.world_size, seconds)
+        with self._verb("start"):
+            self._roll.assemble()
+            self._device = start_process_group(
+                store, rank=self.rank, world_size=self.world_size, device=self._device_kind, seconds=seconds
+            )
+            self._at("start", "loading the transformer")
+            self._transformer = together("loading the transformer", self._load_transformer)
+            self._at("start", "sharding")
+            mesh = rank_mesh(self._device, c.training.dp_replicate_size, seconds)
+            shard(self._transformer, self._family.fsdp_blocks(self._transformer), mesh, c)
+            self._parameters = lora_parameters(self._transformer)
+            self._optimizer = make_adamw(self._parameters, c.optimizer)
+            self._start_fresh()
+            adapter = self._adapter()
+            self._policy = policy_digest(to_safetensors(adapter))
+            self._held = _state_key([(ADAPTER_FILE, content_of(ADAPTER_FILE, self._adapter_file(adapter)))])
 
     def stop(self) -> None:
         """Leave the process group; a second call changes nothing."""
@@ -105,11 +115,12 @@ class TrainerRank:
 
     def init_policy(self, files: Files, out_dir: str) -> list[Part]:
         """Write the seeded adapter of policy/init. Raises StageError where the trainer holds another policy."""
-        if self._held is None or self._global_step:
-            raise StageError("policy/init is written by a trainer that has not trained yet")
-        adapter = self._adapter()
-        mine = {ADAPTER_FILE: self._adapter_file(adapter)} if self.rank == 0 else {}
-        return self._store(files, out_dir, mine)
+        with self._verb("init_policy"):
+            if self._held is None or self._global_step:
+                raise StageError("policy/init is written by a trainer that has not trained yet")
+            adapter = self._adapter()
+            mine = {ADAPTER_FILE: self._adapter_file(adapter)} if self.rank == 0 else {}
+            return self._store("init_policy", files, out_dir, mine)
 
     def load(self, files: Files, parts: Sequence[Part], digest: str) -> None:
         """Take up a policy: the adapter alone (policy/init), or an update's checkpoint with moments, schedule, RNG.
@@ -117,6 +128,10 @@ class TrainerRank:
         Does nothing where exactly that state is held already: an equal adapter with other moments is another state.
         Raises StageError for anything less than a whole load, and then holds no policy.
         """
+        with self._verb("load"):
+            self._load(files, parts, digest)
+
+    def _load(self, files: Files, parts: Sequence[Part], digest: str) -> None:
         named = {short_name(part.path): part for part in parts}
         chosen = {n: p for n, p in named.items() if n.startswith(f"{ckpt.FOLDER}/")}
         resumable = bool(chosen)
@@ -145,23 +160,52 @@ class TrainerRank:
         this rank. Raises StageError before the optimizer step for anything that is not finite, with the sample
         indices, and before the first one where trainer and engine differ on the probe.
         """
-        self.load(files, inputs.policy_parts, inputs.policy_digest)
+        with self._verb("update"):
+            return self._update(files, inputs, out_dir, progress)
+
+    def _update(self, files: Files, inputs: UpdateInputs, out_dir: str, progress: Progress | None) -> UpdateResult:
+        self._at("update", "loading the policy")
+        self._load(files, inputs.policy_parts, inputs.policy_digest)
         if self._global_step != inputs.first_global_step:
             raise StageError(
                 f"the policy was made by {self._global_step} optimizer steps and iteration {inputs.iteration} "
                 f"follows {inputs.first_global_step}: it belongs to another iteration"
             )
+        self._at("update", "reading the rollout")
         rollout = read_rollout(files, inputs, self.config.samples_per_rollout, self.rank, self.world_size)
         probe = self._read_probe(files, inputs.probe)
+        self._at("update", "the probe before the first step")
         before = None if probe is None else run_probe(probe, self._predict, self._device)
         if probe is not None and before is not None:
             check_parity(probe, before, self.config.training.diffusion_forward_dtype)
         self._held = None
         rows = [self._step(files, rollout, number, progress) for number in range(self.config.steps_per_rollout)]
+        self._at("update", "the probe after the last step")
         after = None if probe is None else run_probe(probe, self._predict, self._device)
         return self._write(
             files, out_dir, rows, None if before is None or after is None else encode_probe(before, after)
         )
+
+    @contextmanager
+    def _verb(self, verb: str) -> Iterator[None]:
+        """A verb from start to end: what stops it names rank and place, and the other rank where that is the cause."""
+        self._roll.begin()
+        try:
+            self._at(verb)
+            yield
+        except Exception as fault:
+            self._roll.report(self.at, fault)
+            if isinstance(fault, StageError) and not is_lost(fault):
+                raise
+            raise StageError(self._roll.verdict(self.at, fault)) from fault
+        finally:
+            self.at = "idle"
+
+    def _at(self, verb: str, doing: str = "", **counts: tuple[int, int]) -> None:
+        """This rank now does `doing` in `verb`; counts are (number from 1, all) by name: step, forward, file."""
+        places = [*([doing] if doing else []), *(f"{name} {n} of {of}" for name, (n, of) in counts.items())]
+        self.at = f"{verb}: {', '.join(places)}" if places else verb
+        self._roll.tell(self.at)
 
     def _step(self, files: Files, rollout: Rollout, number: int, progress: Progress | None) -> dict[str, Any]:
         """One optimizer step; its row."""
@@ -169,13 +213,19 @@ class TrainerRank:
         size, steps = self.config.global_batch_size, self.config.steps_per_rollout
         batch = rollout.advantages[number * size : (number + 1) * size]
         args = row_args(self.config, rollout.dynamics)
+        step = (number + 1, steps)
+        self._at("update", "reading the samples", step=step)
         share = together(
             "reading the rollout",
             lambda: rank_share(files, rollout, batch, args, self.config, self.rank, self.world_size),
         )
-        _refuse(set().union(*gather(not_finite(share.samples, share.pairs))), "a stored log-prob or advantage")
+        refuse(set().union(*gather(not_finite(share.samples, share.pairs))), "a stored log-prob or advantage")
         counts = gather((len(share.pairs["step"]), len(share.micro_batches)))
         pairs, passes = sum(p for p, _ in counts), max(1, *(m for _, m in counts))
+
+        def before_pass(coming: int) -> None:
+            self._at("update", step=step, forward=(coming + 1, passes))
+            fault_point("update:forward")
 
         def on_pass(done: int) -> None:
             if progress is not None:
@@ -191,14 +241,19 @@ class TrainerRank:
             guidance_scale=rollout.dynamics.guidance_scale,
             with_reference=self.config.ref_mode != "none",
             device=self._device,
+            before_pass=before_pass,
             on_pass=on_pass,
         )
+        self._at("update", "the optimizer step", step=step)
         culprits = set().union(*gather(culprits))
         if culprits:
             self._optimizer.zero_grad()
-        _refuse(culprits, "a log-prob or the loss")
+        refuse(culprits, "a log-prob or the loss")
         lr = learning_rate(self._global_step, args)
-        grad_norm = self._optimize(lr, {row.sample_index for row in batch})
+        samples = {row.sample_index for row in batch}
+        grad_norm = clip_and_step(self._optimizer, lr, self.config.optimizer.clip_grad, samples)
+        self._at("update", "after the optimizer step", step=step)
+        fault_point("update:after_step")
         row = {
             "step": number,
             "global_step": self._global_step,
@@ -212,28 +267,13 @@ class TrainerRank:
         self._global_step += 1
         return row
 
-    def _optimize(self, lr: float, samples: set[int]) -> float:
-        """Clip and step; returns the global gradient norm before clipping."""
-        parameters = list(self._parameters.values())
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if not torch.isfinite(norm):
-            self._optimizer.zero_grad()
-            _refuse(samples, "the gradient norm of the step")
-        if self.config.optimizer.clip_grad > 0:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.optimizer.clip_grad, norm)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return float(norm.item())
-
     def _predict(
         self, latents: torch.Tensor, timesteps: torch.Tensor, conditioning: dict[str, torch.Tensor], guidance: float
     ) -> torch.Tensor:
         return self._family.forward(self._transformer, latents, timesteps, conditioning, guidance, self._dtype)
 
     def _write(self, files: Files, out_dir: str, rows: list[dict[str, Any]], probe: bytes | None) -> UpdateResult:
+        self._at("update", "gathering the policy")
         adapter = self._adapter()
         digest = policy_digest(to_safetensors(adapter))
         shards = ckpt.save_shard(ckpt.state_tensors(self._parameters, self._optimizer))
@@ -252,7 +292,8 @@ class TrainerRank:
             )
             if probe is not None:
                 mine[PROBE_FILE] = probe
-        parts = self._store(files, out_dir, mine)
+        parts = self._store("update", files, out_dir, mine)
+        self._at("update", "writing the rows")
         table = update_table(rows)
         own = together(
             "writing the rows", lambda: write_table(files, f"{out_dir}/{ROWS_FILE}", table) if self.rank == 0 else None
@@ -263,12 +304,19 @@ class TrainerRank:
         self._held = _state_key((name, content) for name, content in state if name.startswith(f"{ckpt.FOLDER}/"))
         return UpdateResult(parts=parts, rows=steps, metrics=rows, policy_digest=digest)
 
-    def _store(self, files: Files, out_dir: str, mine: dict[str, bytes]) -> list[Part]:
+    def _store(self, verb: str, files: Files, out_dir: str, mine: dict[str, bytes]) -> list[Part]:
         """Write this rank's files; the parts of all ranks in path order."""
-        own = together(
-            "writing the policy",
-            lambda: [write_file(files, f"{out_dir}/{name}", data) for name, data in sorted(mine.items())],
-        )
+
+        def write() -> list[Part]:
+            parts = []
+            for number, (name, data) in enumerate(sorted(mine.items()), start=1):
+                self._at(verb, "writing the policy", file=(number, len(mine)))
+                fault_point("update:write")
+                parts.append(write_file(files, f"{out_dir}/{name}", data))
+            self._at(verb, "the policy is written")
+            return parts
+
+        own = together("writing the policy", write)
         return sorted((part for found in gather(own) for part in found), key=lambda part: part.path)
 
     def _load_checkpoint(self, content: dict[str, bytes]) -> None:
@@ -277,8 +325,8 @@ class TrainerRank:
         shards = ckpt.shard_files(content)
         ckpt.init_adam_state(self._optimizer)
         ckpt.load_shards(ckpt.state_tensors(self._parameters, self._optimizer), shards)
-        ckpt.restore_rng(content, self._device, self.config.optimizer.seed)
         self._global_step = state["global_step"]
+        ckpt.restore_rng(content, self._device, seed=self.config.optimizer.seed, global_step=self._global_step)
 
     def _load_adapter(self, content: dict[str, bytes]) -> None:
         if ADAPTER_FILE not in content:
@@ -323,7 +371,7 @@ class TrainerRank:
 
     def _start_fresh(self) -> None:
         ckpt.init_adam_state(self._optimizer)
-        ckpt.seed_rng(self.config.optimizer.seed)
+        ckpt.seed_rng(self.config.optimizer.seed, 0)
         self._global_step = 0
 
     def _adapter(self) -> dict[str, torch.Tensor]:
@@ -342,8 +390,3 @@ class TrainerRank:
 def _state_key(contents: Any) -> str:
     """Identity of a trainer's whole state, from (file, content digest) of the files that hold it."""
     return content_digest([], contents)
-
-
-def _refuse(samples: set[int], what: str) -> None:
-    if samples:
-        raise StageError(f"{what} is not finite; no optimizer step was taken: samples {sorted(samples)}")

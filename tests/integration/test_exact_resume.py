@@ -43,7 +43,7 @@ KILLS = {
     "the flow, all of update made, not committed": "update:before_commit:2:kill9",
     "the flow, update committed, not on the line": "update:after_commit:2:kill9",
     "the flow, sync committed": "sync:end:2:kill9",
-    "a trainer in the middle of a step": "update:forward@trainer-1:5:kill9",
+    "a trainer in the middle of a step": "update:forward@trainer-1:6:kill9",
 }
 REPLACED = {
     "an engine": "rollout:generate:11:kill9",

@@ -45,13 +45,15 @@ def test_operational_fields_affect_no_stage_and_the_others_some() -> None:
         "ocr_num_workers",
         "rollout_num_engines",
         "distributed_timeout_minutes",
+        "dp_replicate_size",
+        "deterministic_mode",
         "run_id",
         "device",
         "keep_full_checkpoints",
         "keep_latents_iterations",
     ):
         assert affects(name) == ()
-    assert affects("lr") == ("update",)
+    assert affects("lr") == affects("train_dp_split_mode") == ("update",)
     assert affects("rm_type") == ("rewards",)
     assert "rollout" in affects("diffusion_guidance_scale")
     # The reward type must not change what is generated.
@@ -107,6 +109,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"lr_decay_style": "WSD", "lr_decay_iters": 10}, "needs --lr-wsd-decay-iters"),
     ({"lr_warmup_fraction": 0.1}, "--lr-warmup-fraction"),
     ({"min_lr": 1.0}, "--min-lr"),
+    (
+        {"actor_num_nodes": 2, "actor_num_gpus_per_node": 3, "dp_replicate_size": 4},
+        "--dp-replicate-size 4 does not divide actor_num_nodes 2 x actor_num_gpus_per_node 3 = 6 trainer ranks",
+    ),
+    ({"train_dp_split_mode": "random"}, "--train-dp-split-mode 'random'"),
+    ({"distributed_timeout_minutes": 0}, "--distributed-timeout-minutes 0"),
     ({"use_lora": False}, "give --use-lora"),
     ({"ref_mode": "none", "diffusion_kl_beta": 0.1}, "needs a reference"),
     ({"device": "cpu"}, "--diffusion-generator-device cuda needs a GPU"),

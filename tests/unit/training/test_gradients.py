@@ -123,7 +123,7 @@ def test_gradient_of_a_step_is_that_of_a_float64_reference(iteration, beta):
 
 
 def test_kl_has_a_gradient(iteration):
-    """flow-factory 122: a KL computed under no_grad."""
+    """Not computed under no_grad (pitfall 7)."""
     inputs = iteration.inputs("kl", shifted=True)
     without = update(iteration, inputs, "kl/without")
     with_kl = update(iteration, inputs, "kl/with", diffusion_kl_beta=1.0)

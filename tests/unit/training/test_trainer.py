@@ -9,10 +9,12 @@ import pytest
 import torch
 from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 from safetensors.torch import load
+from torch.distributed.tensor import DTensor
 from trained_rollouts import (
     ALPHA,
     RANK,
     checkpoint_tensors,
+    free_port,
     part_named,
     rows_of,
     run_config,
@@ -24,9 +26,11 @@ from miles_core.errors import StageError
 from miles_core.store.files import Files
 from miles_core.store.parts import Part, read_bytes, read_table, write_file, write_table
 from miles_core.store.schemas import UPDATE
+from miles_core.training.checkpoint import state_tensors
 from miles_core.training.lr_schedule import learning_rate
+from miles_core.training.trainer import TrainerRank
 from miles_core.weights.digest import policy_digest
-from miles_core.weights.packing import to_push, to_safetensors
+from miles_core.weights.packing import safetensors_metadata, to_push, to_safetensors
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
 ADAPTER = "adapter/pytorch_lora_weights.safetensors"
@@ -59,6 +63,12 @@ def held(one):
     return {name: tensor.clone() for name, tensor in one._adapter().items()}
 
 
+def checkpoint_state(one):
+    """What a one-rank trainer would save, by name."""
+    state = state_tensors(one._parameters, one._optimizer)
+    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in state.items()}
+
+
 def follow(iteration, result, name, first):
     """Inputs of the next iteration, from the policy that `result` made."""
     return iteration.inputs(name, policy=(result.parts, result.policy_digest, first))
@@ -76,7 +86,7 @@ def test_two_runs_give_the_same_bits(iteration, make):
 
 
 def test_resumed_training_is_bit_equal_to_uninterrupted(iteration, make):
-    """flow_grpo 183, miles 2516, miles_diffusion 40: moments, masters, schedule and step count survive."""
+    """Moments, masters, schedule and step count survive (pitfalls 12, 13, 42)."""
     one = make(**TWO_STEPS)
     first = one.update(iteration.files, iteration.inputs("resume/0"), "resume/0/out")
     straight = one.update(iteration.files, follow(iteration, first, "resume/1", 2), "resume/1/out")
@@ -108,7 +118,7 @@ def test_moments_matter(iteration, make):
 
 
 def test_random_state_is_restored(iteration, make):
-    """flow_grpo 183: no resume of the random state."""
+    """pitfall 13"""
     one = make()
     one.load(iteration.files, iteration.policy, iteration.digest)
     torch.manual_seed(123)
@@ -138,8 +148,75 @@ def test_a_held_policy_is_not_loaded_again_and_another_state_is(iteration, make)
     assert one._global_step == 1
 
 
+def test_parameter_that_never_had_a_gradient_has_state_and_resumes(iteration, make):
+    """Its keys are in every checkpoint, so that it neither lacks state nor starts another (pitfall 42)."""
+    one = make(**TWO_STEPS)
+    assert all(len(one._optimizer.state[p]) == 3 for p in one._parameters.values())
+    inputs = iteration.inputs("idle/0")
+    result = one.update(iteration.files, inputs, "idle/0/out")
+    tensors = checkpoint_tensors(iteration.files, result.parts)
+    names = {name.removeprefix("model.") for name in tensors if name.startswith("model.")}
+    idle = {name for name in names if not tensors[f"exp_avg_sq.{name}"].any()}
+    assert idle and len(idle) < len(names) / 2
+    assert set(tensors) == {f"{kind}.{name}" for kind in ("model", "exp_avg", "exp_avg_sq", "step") for name in names}
+    for parameter in one._parameters.values():
+        parameter.grad = None
+    one._optimizer.step()
+    assert set(state_tensors(one._parameters, one._optimizer)) == set(tensors)
+    other = make(**TWO_STEPS)
+    other.load(iteration.files, result.parts, result.policy_digest)
+    assert all(torch.equal(t, tensors[n]) for n, t in checkpoint_state(other).items())
+
+
+def test_at_says_what_the_rank_does(iteration):
+    """For a thread that watches, and as the place of faults: before each forward, after each optimizer step, before
+    each file."""
+
+    class Recorder(TrainerRank):
+        places: tuple[str, ...] = ()
+
+        def _at(self, verb, doing="", **counts):
+            super()._at(verb, doing, **counts)
+            self.places += (self.at,)
+
+    config = run_config(**TWO_STEPS)
+    one = Recorder(config, str(iteration.model), "sd3", master_port=free_port(), device="cpu")
+    assert one.at == "idle"
+    one.start()
+    try:
+        started = len(one.places)
+        one.update(iteration.files, iteration.inputs("at", probe=True), "at/out")
+        with pytest.raises(StageError):
+            one.load(iteration.files, [], "nothing")
+    finally:
+        one.stop()
+    assert one.at == "idle" and one.places[:2] == ("start", "start: loading the transformer")
+    assert one.places[started:] == (
+        "update",
+        "update: loading the policy",
+        "update: reading the rollout",
+        "update: the probe before the first step",
+        *(
+            f"update: {place}"
+            for step in ("step 1 of 2", "step 2 of 2")
+            for place in (
+                f"reading the samples, {step}",
+                *(f"{step}, forward {n} of 3" for n in (1, 2, 3)),
+                f"the optimizer step, {step}",
+                f"after the optimizer step, {step}",
+            )
+        ),
+        "update: the probe after the last step",
+        "update: gathering the policy",
+        *(f"update: writing the policy, file {n} of 5" for n in (1, 2, 3, 4, 5)),
+        "update: the policy is written",
+        "update: writing the rows",
+        "load",
+    )
+
+
 def test_nan_in_one_row_stops_before_the_step_and_names_the_sample(iteration, make):
-    """flow_grpo 177: NaN log-probs."""
+    """pitfall 6"""
     one = make()
     one.load(iteration.files, iteration.policy, iteration.digest)
     before = held(one)
@@ -198,7 +275,7 @@ def test_latents_of_other_samples_are_refused_by_name(iteration, make):
 
 
 def test_exported_adapter_gives_the_same_output_in_plain_diffusers(iteration, make, tmp_path):
-    """verl-omni 596: rank and alpha survive the export."""
+    """Rank and alpha survive the export (pitfall 15)."""
     inputs = iteration.inputs("export", probe=True)
     result = make(lr=1e-2).update(iteration.files, inputs, "export/out")
     data = read_bytes(iteration.files, part_named(result.parts, ADAPTER))
@@ -250,7 +327,7 @@ def test_init_policy_is_the_seeded_adapter(iteration, make, tmp_path):
 
 
 def test_adapter_that_binds_to_nothing_is_refused(iteration):
-    """verl-omni 552: the run succeeds and never learns."""
+    """Such a run would succeed and never learn (pitfall 10)."""
     one = trainer(run_config(lora_target_modules=["attn.to_nothing"]), iteration.model)
     try:
         with pytest.raises(StageError, match="bound to no module"):
@@ -293,7 +370,7 @@ def test_gradient_is_clipped_to_the_limit(iteration, make):
 
 
 class TestRefusedLoads:
-    """Flow-Factory PR 147, cosmos-rl 755: a failed load is an error, never a fresh start."""
+    """A failed load is an error, never a fresh start (pitfalls 14, 44)."""
 
     @pytest.fixture(scope="class")
     def trained(self, iteration):
@@ -338,6 +415,48 @@ class TestRefusedLoads:
             make(lora_target_modules=["attn.to_q"]).load(iteration.files, trained.parts, trained.policy_digest)
         with pytest.raises(StageError, match="other modules"):
             make(lora_target_modules=["attn.to_q"]).load(iteration.files, iteration.policy, iteration.digest)
+
+    def test_failed_load_leaves_nothing_to_go_on_with(self, iteration, make, trained):
+        """Not the initial weights with the progress of the checkpoint (pitfall 44)."""
+        one = make(lr=1e-2)
+        lacking = dataclasses.replace(
+            follow(iteration, trained, "loads/lacking", 1),
+            policy_parts=[p for p in trained.parts if not p.path.endswith("rng.safetensors")],
+        )
+        for out in ("loads/first", "loads/second"):
+            with pytest.raises(StageError, match="lacks rng.safetensors"):
+                one.update(iteration.files, lacking, out)
+            assert one.policy() == "" and iteration.files.list(out) == []
+        with pytest.raises(StageError, match="has not trained yet"):
+            one.init_policy(iteration.files, "loads/init")
+        result = one.update(iteration.files, follow(iteration, trained, "loads/whole", 1), "loads/whole/out")
+        assert result.metrics[0]["global_step"] == 1
+
+    def test_random_states_with_a_gap(self, iteration, make, trained):
+        """pitfall 13"""
+        saved = load(read_bytes(iteration.files, part_named(trained.parts, "rng.safetensors")))
+        gap = to_safetensors({"rank1.cpu": saved["rank0.cpu"]})
+        part = write_file(iteration.files, "loads/gap/checkpoint/rng.safetensors", gap)
+        parts = [part if p.path.endswith("rng.safetensors") else p for p in trained.parts]
+        with pytest.raises(StageError, match="lacks the random state of rank 0"):
+            make().load(iteration.files, parts, trained.policy_digest)
+
+    @pytest.mark.parametrize("kept", [slice(2, 4), slice(0, 2)])
+    def test_tensor_that_is_there_in_part(self, iteration, make, trained, kept):
+        """The reader of the distributed checkpoint would leave the gap as it was (pitfalls 12, 45)."""
+        data = read_bytes(iteration.files, part_named(trained.parts, SHARD))
+        name = "exp_avg.transformer_blocks.0.attn.to_q.lora_A.weight"
+        tensors, offsets = load(data), json.loads(safetensors_metadata(data)["DCP_SHARDING_INFO"])
+        assert tensors[name].shape[0] == 4 and tensors[name][:2].any() and tensors[name][2:].any()
+        tensors[name] = tensors[name][kept].clone()
+        offsets[name]["saved_offsets"] = [kept.start, 0]
+        metadata = {**safetensors_metadata(data), "DCP_SHARDING_INFO": json.dumps(offsets)}
+        place = f"loads/gap-{kept.start}/checkpoint/{SHARD}"
+        part = write_file(iteration.files, place, to_safetensors(tensors, metadata))
+        parts = [part if p.path.endswith(SHARD) else p for p in trained.parts]
+        half = tensors[name].numel()
+        with pytest.raises(StageError, match=f"holds {half} of the {2 * half} elements of {name}"):
+            make().load(iteration.files, parts, trained.policy_digest)
 
     def test_other_digest(self, iteration, make, trained):
         with pytest.raises(StageError, match="was asked for"):

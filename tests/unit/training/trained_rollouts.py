@@ -81,7 +81,7 @@ def _targets(tensors: dict[str, torch.Tensor]) -> list[str]:
 
 
 def generate(
-    model: Path, push: bytes, prompt: int, first_seed: int
+    model: Path, push: bytes, prompt: str, first_seed: int
 ) -> tuple[GenerateRequest, GenerateResult, torch.Tensor]:
     """One microgroup of the policy `push`, and the engine's output on its first latent (the probe)."""
     engine = DiffusersEngine(name="e0", checkpoint=str(model), family="sd3", dtype="fp32", device="cpu")
@@ -89,7 +89,7 @@ def generate(
     try:
         engine.update_weights(push, lora_alpha=ALPHA, lora_rank=RANK)
         request = GenerateRequest(
-            prompt=PROMPTS[prompt],
+            prompt=prompt,
             negative_prompt="",
             seed=first_seed,
             num_outputs=GROUP,
@@ -122,7 +122,7 @@ def generate(
 class Iteration:
     """Committed rollout, conditioning, probe, advantages and policy/init under one artifact root."""
 
-    def __init__(self, root: Path, model: Path, adapter: bytes) -> None:
+    def __init__(self, root: Path, model: Path, adapter: bytes, prompts: Sequence[str] = PROMPTS) -> None:
         self.files, self.model, self.adapter = Files(str(root)), model, adapter
         self.push = to_push(adapter)
         self.digest = policy_digest(self.push)
@@ -131,8 +131,8 @@ class Iteration:
         self.latents: list[Part] = []
         self.conditioning: list[Part] = []
         self.probe: Part | None = None
-        for group in range(len(PROMPTS)):
-            request, result, output = generate(model, self.push, group, 100 + 10 * group)
+        for group, prompt in enumerate(prompts):
+            request, result, output = generate(model, self.push, prompt, 100 + 10 * group)
             keys = [{"sample_index": GROUP * group + i, "group_index": group} for i in range(GROUP)]
             rows, latents = rollout_tables(
                 result,
@@ -248,27 +248,3 @@ def with_column(table: pa.Table, name: str, values: list) -> pa.Table:
     at = table.schema.get_field_index(name)
     field = table.schema.field(at)
     return table.set_column(at, field, pa.array(values, field.type))
-
-
-def run_rank(
-    config: RunConfig,
-    model: str,
-    root: str,
-    jobs: list[tuple[UpdateInputs, str]],
-    rank: int,
-    world: int,
-    port: int,
-    out: Any,
-) -> None:
-    """One rank in a process of its own: the updates `jobs` in order; a result or an error's text of each into `out`."""
-    torch.set_num_threads(1)
-    one = TrainerRank(config, model, "sd3", rank=rank, world_size=world, master_port=port, device="cpu")
-    one.start()
-    results: list[Any] = []
-    for inputs, folder in jobs:
-        try:
-            results.append(one.update(Files(root), inputs, folder))
-        except Exception as fault:
-            results.append(f"{type(fault).__name__}: {fault}")
-    out.put((rank, results, one.policy()))
-    one.stop()

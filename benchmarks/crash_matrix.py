@@ -59,8 +59,8 @@ INSIDE_PASSAGE = {
     "update:forward": 11,
     "update:after_step": 6,
     "update:write": 10,
-    "sync:push": 4,
-    "sync:pushed": 4,
+    "sync:push": 5,
+    "sync:pushed": 5,
 }
 VICTIMS = {
     "flow": "the command itself",

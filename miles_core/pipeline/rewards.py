@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -78,6 +79,7 @@ class Sent:
     part: Part
     worker: int
     tries: int
+    actor: Any
 
 
 class Scoring:
@@ -131,6 +133,7 @@ class Scoring:
                         f"the scorer's process died {tries + 1} times on {part.path} ({reason_of(fault)}); "
                         "run the same command again to resume"
                     ) from None
+                self._replace(sent.worker, sent.actor)
                 self._send(part, tries + 1)
             self.moved = time.monotonic()
         if time.monotonic() - self.moved > self.step.workers.seconds:
@@ -154,15 +157,16 @@ class Scoring:
         self.outstanding = self.outstanding or [0] * len(scorers)
         worker = min(range(len(scorers)), key=lambda i: (self.outstanding[i], (i + tries) % len(scorers)))
         components = list(self.step.inputs.components)
-        reference = scorers[worker].call("score", self.files, part, self._free_name(part), components, self.rm_types)
+        actor = scorers[worker]
+        reference = actor.call("score", self.files, part, self._free_name(part), components, self.rm_types)
         self.outstanding[worker] += 1
         if not self.pending:
             self.moved = time.monotonic()
-        self.pending[reference] = Sent(part, worker, tries)
+        self.pending[reference] = Sent(part, worker, tries, actor)
 
     def _replace_silent(self) -> None:
         """Nothing was scored for the time limit: replace the scorers that have work, and hand their parts out again."""
-        workers, config, inputs = self.step.workers, self.step.config, self.step.inputs
+        workers, config = self.step.workers, self.step.config
         silent, self.pending, self.moved = list(self.pending.values()), {}, time.monotonic()
         tried = max(sent.tries for sent in silent)
         if tried >= config.reward.reward_max_retries:
@@ -171,12 +175,15 @@ class Scoring:
                 f"no scorer answered within {workers.seconds / 60:g} minutes for {paths}; run the same command again to "
                 "resume"
             )
-        scorers = workers.scorers(config, inputs)
-        for index in {sent.worker for sent in silent}:
-            workers.replace_scorer(scorers, index, scorers[index], config, inputs)
-            self.outstanding[index] = 0
+        for sent in silent:
+            self._replace(sent.worker, sent.actor)
+            self.outstanding[sent.worker] = 0
         for sent in silent:
             self._send(sent.part, sent.tries + 1)
+
+    def _replace(self, index: int, dead: Any) -> None:
+        workers, config, inputs = self.step.workers, self.step.config, self.step.inputs
+        workers.replace_scorer(workers.scorers(config, inputs), index, dead, config, inputs)
 
     def _free_name(self, part: Part) -> str:
         stem, number = _microgroup(part), 1

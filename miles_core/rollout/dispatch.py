@@ -21,7 +21,7 @@ _DEPTH = 2
 
 
 class ParserDied(StageError):
-    """The process that was writing a microgroup died; Ray starts it again, and the microgroup is made again."""
+    """The process that was writing a microgroup died and was replaced; the microgroup is made again."""
 
 
 class Dispatcher:
@@ -127,11 +127,11 @@ class Dispatcher:
             try:
                 written: tuple[Microgroup, Any] = await asyncio.wait_for(_wait(call), self.workers.seconds)
                 return written
-            except self.workers.ray.exceptions.RayActorError as fault:
-                raise ParserDied(f"the parser's process died ({reason_of(fault)})") from None
-            except TimeoutError:
+            except (self.workers.ray.exceptions.RayActorError, TimeoutError) as fault:
                 await asyncio.to_thread(self.workers.replace_parser, index, parser)
-                raise ParserDied(f"no parser answered within {self.workers.seconds / 60:g} minutes") from None
+                silent = f"no answer within {self.workers.seconds / 60:g} minutes"
+                why = silent if isinstance(fault, TimeoutError) else f"its process died: {reason_of(fault)}"
+                raise ParserDied(f"parser-{index}: {why}") from None
             except self.workers.ray.exceptions.RayTaskError as fault:
                 if not isinstance(fault.cause, FileExistsError):
                     raise

@@ -200,7 +200,7 @@ class Workers:
             return self._parsers
 
     def replace_parser(self, index: int, dead: Actor) -> None:
-        """A new parser in the place of one that does not answer, unless that was done already."""
+        """A new parser in the place of one that is dead or does not answer, unless that was done already."""
         with self._starting["parsers"]:
             parsers = self.parsers()
             if parsers[index] is dead:
@@ -219,7 +219,7 @@ class Workers:
             return self._scorers[key]
 
     def replace_scorer(self, group: list[Actor], index: int, dead: Actor, config: RunConfig, inputs: Inputs) -> None:
-        """A new scorer in the place of one that does not answer, unless that was done already."""
+        """A new scorer in the place of one that is dead or does not answer, unless that was done already."""
         with self._starting["scorers"]:
             if group[index] is dead:
                 dead.end()
@@ -367,12 +367,12 @@ class Workers:
         return self._actor("EngineActor", f"engine-{index}", *arguments)
 
     def _new_parser(self, index: int) -> Actor:
-        return self._actor("ParserActor", f"parser-{index}", max_restarts=-1)
+        return self._actor("ParserActor", f"parser-{index}")
 
     def _new_scorer(self, index: int, args: dict[str, Any], inputs: Inputs) -> Actor:
-        return self._actor("RewardActor", f"scorer-{index}", args, inputs.ocr_folders, max_restarts=2)
+        return self._actor("RewardActor", f"scorer-{index}", args, inputs.ocr_folders)
 
-    def _actor(self, kind: str, name: str, *arguments: Any, fresh: bool = False, max_restarts: int = 0) -> Actor:
+    def _actor(self, kind: str, name: str, *arguments: Any, fresh: bool = False) -> Actor:
         """An actor of that name: the one that an earlier command left where it fits, else a new one."""
         if self.aborted:
             raise StageError("the command was ended; run it again to resume")
@@ -387,7 +387,7 @@ class Workers:
             if left[1].identity == identity and not fresh:
                 return left[0]
             left[0].end()
-        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": max_restarts, "concurrency_groups": {"watch": 1}}
+        options: dict[str, Any] = {"num_cpus": 0, "concurrency_groups": {"watch": 1}}
         if kind in ("EngineActor", "TrainerActor") and self.device == "cuda":
             options["num_gpus"] = 1
         if self.run:

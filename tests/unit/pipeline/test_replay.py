@@ -77,7 +77,6 @@ def test_another_option_trains_from_the_policy_that_the_run_had(run: TinyRun) ->
 
 
 def test_only_the_updates_after_the_nearest_checkpoint_are_replayed(run: TinyRun) -> None:
-    rerun(run, 0, "update", keep_full_checkpoints=2)
     prune(run)
     kept = rerun(run, 0, "update")
     assert kept.folder != line(run, "update", 0).folder

@@ -163,7 +163,7 @@ def _check_pieces(state: Mapping[str, torch.Tensor], files: Mapping[str, bytes])
     elements, places = dict.fromkeys(state, 0), {name: set[tuple[int, ...]]() for name in state}
     for file, data in files.items():
         offsets = json.loads(safetensors_metadata(data)[_SHARDING])
-        for name, tensor in from_safetensors(data).items():
+        for name, tensor in sorted(from_safetensors(data).items()):
             place = tuple(offsets[name][_OFFSETS])
             if not tensor.numel():
                 continue

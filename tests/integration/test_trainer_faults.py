@@ -19,9 +19,9 @@ from miles_core.store.parts import Part, read_bytes, write_file
 
 pytestmark = pytest.mark.integration
 
-MINUTES = 0.1
+MINUTES = 0.2
 SECONDS = 60 * MINUTES
-ANSWERS, SLACK = 5.0, 6.0
+ANSWERS, SLACK = 5.0, 30.0
 TWO_STEPS = {"num_steps_per_rollout": 2, "diffusion_kl_beta": 0.5, "micro_batch_size": 1}
 SECOND_STEP = "update: step 2 of 2, forward 2 of 3"
 
@@ -100,7 +100,7 @@ def test_rank_that_does_not_come_to_the_start_is_named(ranks):
     """pitfall 31"""
     assert ranks.start(3, options(minutes=10)) == [None] * 3
     for rank, text in enumerate(ranks.start(3, options(), absent=(2,))[:2]):
-        assert f"trainer rank {rank} waited 0.1 minutes for trainer rank 2 to start" in text
+        assert f"trainer rank {rank} waited {MINUTES} minutes for trainer rank 2 to start" in text
 
 
 @pytest.mark.parametrize("place", ["update: writing the policy, file 1 of 1", "update: the policy is written"])
@@ -127,7 +127,7 @@ def test_save_in_which_a_rank_dies_leaves_nothing_that_loads(iteration, ranks, i
 
 
 def test_mixture_of_two_checkpoints_is_refused(iteration, ranks, inputs):
-    """A shard of the save before, one of another number of ranks, and one that is there twice (pitfall 45)."""
+    """A shard of the save before, of another number of ranks, and one that is there twice (pitfall 45)."""
     start(ranks, 2)
     old = ranks.update(inputs, "mixture/old")
     following = iteration.inputs("mixture-next", policy=(old.parts, old.policy_digest, 2))
@@ -152,7 +152,8 @@ def test_mixture_of_two_checkpoints_is_refused(iteration, ranks, inputs):
     for mixed, words in (
         (parts(**{"shard-00002": shard(old, 2)}), "has digest"),
         (parts(**{"shard-00002": shard(three, 3)}), "other tensors"),
-        (parts(**{"shard-00001": shard(three, 1)}), "twice at"),
+        (parts(**{"shard-00001": shard(three, 1)}), "elements of"),
+        (parts(**{"shard-00001": shard(new, 2)}), "twice at"),
     ):
         said = ranks.call("load", mixed, new.policy_digest)
         assert words in said[0] and said[0] == said[1]

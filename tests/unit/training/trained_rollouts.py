@@ -236,6 +236,11 @@ def gradients(files: Files, parts: Sequence[Part], beta1: float = 0.9) -> dict[s
     }
 
 
+def follow(iteration: Iteration, result: Any, name: str, first: int) -> UpdateInputs:
+    """Inputs of the next iteration, from the policy that `result` made in `first` optimizer steps."""
+    return iteration.inputs(name, policy=(result.parts, result.policy_digest, first))
+
+
 def part_named(parts: Sequence[Part], ending: str) -> Part:
     return next(part for part in parts if part.path.endswith(ending))
 

@@ -15,7 +15,7 @@ from miles_core.errors import InputError
 from miles_core.families.resolve import TINY_SD3
 from miles_core.pipeline.inputs import Inputs, resolve_inputs
 from miles_core.pipeline.stage import library_versions
-from miles_core.store.files import Files
+from miles_core.store.files import Files, prove_conditional_put, reach
 from miles_core.store.run_store import RunStore, check_run_id
 
 
@@ -42,6 +42,7 @@ def plan_run(config: RunConfig, recipe: str) -> Plan:
     """Check inputs, name and meaning. Raises InputError where the same name means something else already."""
     name = check_run_id(config.run.run_id or recipe)
     files = Files(artifact_root(config))
+    prove_conditional_put(files)
     inputs = resolve_inputs(config)
     if config.run.new:
         name = _free_name(files, name)
@@ -76,8 +77,11 @@ def _absolute(config: RunConfig) -> RunConfig:
 def line_lock(store: RunStore) -> Iterator[None]:
     """Hold the run's line: one command at a time moves it. The system frees it when the holder dies, however.
 
-    Raises InputError where another command holds it. For commands that see the same local folder.
+    Raises InputError where another command holds it. For commands that see the same local folder; a bucket has none.
     """
+    if not store.files.local:
+        yield
+        return
     path = Path(store.files.url(f"{store.run}/.lock"))
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -111,6 +115,7 @@ def begin_run(plan: Plan, recipe: str, code_path: str) -> None:
 def open_run(name: str, root: str | None = None) -> tuple[RunStore, RunConfig]:
     """An existing run and its configuration. Raises InputError where there is none of that name."""
     files = Files(artifact_root(given=root))
+    reach(files)
     store = RunStore(files, name)
     record = store.record()
     if record is None:

@@ -8,6 +8,7 @@
 import json
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,11 +64,14 @@ class RunStore:
         return f"{self.run}/run.json"
 
     def record(self) -> dict[str, Any] | None:
-        """run.json, or None where the run does not exist yet."""
+        """run.json, or None where the run does not exist yet. Raises InputError for what is no run record."""
         try:
             data = self.files.read(self.record_path)
         except FileNotFoundError:
             return None
+        return self._parse(data)
+
+    def _parse(self, data: bytes) -> dict[str, Any]:
         try:
             record: dict[str, Any] = json.loads(data)
             version = int(record["schema_version"])
@@ -90,11 +94,23 @@ class RunStore:
         return self.files.create(self.record_path, json.dumps(body, indent=1).encode())
 
     def update_record(self, **changes: Any) -> None:
-        """Replace fields of run.json atomically."""
-        record = self.record()
-        if record is None:
-            raise StageError(f"{self.files.url(self.record_path)} has gone: restore it and run the same command again")
-        self.files.replace(self.record_path, json.dumps(record | changes, indent=1).encode())
+        """Replace fields of run.json; what others write to it at the same time stays."""
+        self.edit_record(lambda record: record | changes)
+
+    def edit_record(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """Read, change and write run.json as one step. `change` may be called several times. Raises StageError
+        where there is none."""
+
+        def edited(data: bytes | None) -> bytes | None:
+            if data is None:
+                raise StageError(
+                    f"{self.files.url(self.record_path)} has gone: restore it and run the same command again"
+                )
+            record = self._parse(data)
+            changed = change(record)
+            return None if changed == record else json.dumps(changed, indent=1).encode()
+
+        self.files.edit(self.record_path, edited)
 
     # The line
 
@@ -105,10 +121,8 @@ class RunStore:
 
     def move_line(self, manifest: Manifest) -> None:
         """Name this attempt on the run's line."""
-        record = self.record() or {}
         slot = _slot(manifest.stage, manifest.iteration)
-        if record.get("line", {}).get(slot) != manifest.attempt:
-            self.update_record(line=record.get("line", {}) | {slot: manifest.attempt})
+        self.edit_record(lambda record: record | {"line": record["line"] | {slot: manifest.attempt}})
 
     # Attempts
 

@@ -62,11 +62,6 @@ def s3_server() -> Iterator[str]:
         process.wait()
 
 
-def make_bucket(endpoint: str, name: str) -> None:
-    """A new, empty bucket."""
-    client(endpoint).create_bucket(Bucket=name)
-
-
 def client(endpoint: str) -> Any:
     """Another program's view of the server."""
     return boto3.client(
@@ -79,5 +74,6 @@ def client(endpoint: str) -> Any:
 
 
 if __name__ == "__main__":
-    os.environ.pop("AWS_ENDPOINT_URL", None)
+    # A listing of a few hundred names has several pages.
+    os.environ["MOTO_S3_DEFAULT_MAX_KEYS"] = "100"
     serve(int(sys.argv[1]))

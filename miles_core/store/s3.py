@@ -34,15 +34,13 @@ CONNECT_SECONDS = 5
 ANSWER_SECONDS = 20
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 _WRITERS = 64
-_PASSING_STATUS = {408, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529}
+_PASSING_STATUS = {408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529}
 _PASSING_CODES = {
     "BadDigest",
-    "ConditionalRequestConflict",
     "IncompleteBody",
     "InternalError",
     # What s3fs reports when it clears away a multipart upload whose completion was answered to nobody.
     "NoSuchUpload",
-    "OperationAborted",
     "RequestTimeout",
     "ServiceUnavailable",
     "SlowDown",
@@ -50,6 +48,7 @@ _PASSING_CODES = {
 }
 _NO_ANSWER = (
     boto.HTTPClientError,
+    boto.ConnectionError,
     boto.IncompleteReadError,
     ResponseParserError,
     aiohttp.ClientError,

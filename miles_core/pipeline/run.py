@@ -1,6 +1,7 @@
 """A run's identity: its name, what it means, and whether this command may carry it on."""
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,11 +48,23 @@ def plan_run(config: RunConfig, recipe: str) -> Plan:
     if config.run.new:
         name = _free_name(files, name)
     store = RunStore(files, name)
-    record = store.record()
+    record = _record(store)
     meaning = meaning_of(config, inputs)
     if record is not None:
         _refuse_other_meaning(name, record["meaning"], meaning)
     return Plan(config, inputs, store, record is not None, meaning)
+
+
+def _record(store: RunStore) -> dict[str, Any] | None:
+    """run.json, or None where there is no such run. Raises InputError where it has gone from a run: what the stages
+    there mean can no longer be told."""
+    record = store.record()
+    if record is None and store.begun():
+        raise InputError(
+            f"{store.files.url(store.record_path)} is missing, and stages of a run lie beside it: put it back from a copy, "
+            "or give another --run-id"
+        )
+    return record
 
 
 def _refuse_other_meaning(name: str, then: dict[str, Any], now: dict[str, Any]) -> None:
@@ -117,7 +130,7 @@ def open_run(name: str, root: str | None = None) -> tuple[RunStore, RunConfig]:
     files = Files(artifact_root(given=root))
     reach(files)
     store = RunStore(files, name)
-    record = store.record()
+    record = _record(store)
     if record is None:
         raise InputError(f"there is no run {name} under {files.root}: `miles runs` lists those there are")
     return store, build(record["config"])
@@ -154,12 +167,8 @@ def existing_iteration(store: RunStore, given: str) -> int:
 
 
 def _free_name(files: Files, name: str) -> str:
-    if RunStore(files, name).record() is None:
-        return name
-    number = 2
-    while RunStore(files, f"{name}-{number}").record() is not None:
-        number += 1
-    return f"{name}-{number}"
+    candidates = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
+    return next(c for c in candidates if RunStore(files, c).record() is None and not RunStore(files, c).begun())
 
 
 def _difference(then: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -264,6 +264,10 @@ class RunStore:
             )
         return winner
 
+    def begun(self) -> bool:
+        """Whether stages lie under this name, committed or not, with or without run.json."""
+        return any(name == "policy" or name.startswith("iteration=") for name in self.files.list(self.run))
+
     def iterations(self) -> list[int]:
         """Iterations that have a folder, ascending."""
         names = (n.removeprefix("iteration=") for n in self.files.list(self.run) if n.startswith("iteration="))

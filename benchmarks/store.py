@@ -2,10 +2,11 @@
 
     python benchmarks/store.py
 
-64 samples of 512² images in parts of 8: latents (3, 16, 64, 64) fp32, PNG bytes precomputed. Median of 5, the two sides
-taking turns. Local: `pyarrow.parquet.write_table` with the store's own Parquet options and SHA-256 of the file's bytes,
-with and without fsync of the file and its folder; reading likewise. S3: moto on loopback, plain s3fs puts and
-gets against the store's files of the same bytes, and against whole tables (Parquet and hashes too). Writes benchmarks/results/store.json.
+64 samples of 512² images in parts of 8: latents (3, 16, 64, 64) fp32, PNG bytes precomputed. Median of 5, the sides take
+turns. Local: `pyarrow.parquet.write_table` as it is (default) and with the store's own Parquet options (tuned), with one
+SHA-256 of the file's bytes, with and without fsync of file and folder; the store always hashes the rows too and syncs.
+S3: moto on loopback, plain s3fs puts and gets against the store's files of the same bytes, and against whole tables
+(Parquet and hashes too). Writes benchmarks/results/store.json.
 """
 
 import hashlib
@@ -74,12 +75,12 @@ def _plain(kind: pa.DataType) -> Any:
     return "a photo of a cat" if pa.types.is_string(kind) else 1
 
 
-def plain_write(folder: Path, table: pa.Table, *, synced: bool) -> None:
+def plain_write(folder: Path, table: pa.Table, *, tuned: bool, synced: bool) -> None:
     """What one would write without a store."""
     for number in range(SAMPLES // PART):
         path = folder / f"{number}.parquet"
         part = table.slice(number * PART, PART)
-        pq.write_table(part, path, **parquet_options(part))
+        pq.write_table(part, path, **(parquet_options(part) if tuned else {}))
         hashlib.sha256(path.read_bytes()).hexdigest()
         if synced:
             for place in (path, folder):
@@ -130,22 +131,23 @@ def folder_of(base: Path, name: str) -> Path:
 def local_figures(table: pa.Table, base: Path) -> dict[str, float]:
     files = Files(str(base))
     made: list[list[Part]] = []
-    synced, unsynced, store = seconds(
-        lambda turn: plain_write(folder_of(base, f"synced-{turn}"), table, synced=True),
-        lambda turn: plain_write(folder_of(base, f"unsynced-{turn}"), table, synced=False),
-        lambda turn: made.append(store_write(files, f"store-{turn}", table)),
-    )
+    sides = {
+        f"{kind}{'_fsync' if synced else ''}": lambda turn, kind=kind, synced=synced: plain_write(
+            folder_of(base, f"{kind}-{synced}-{turn}"), table, tuned=kind == "tuned", synced=synced
+        )
+        for kind in ("default", "tuned")
+        for synced in (False, True)
+    }
+    *plains, store = seconds(*sides.values(), lambda turn: made.append(store_write(files, f"store-{turn}", table)))
     plain, read = seconds(
-        lambda turn: plain_read(base / f"unsynced-{turn}"), lambda turn: store_read(files, made[turn])
+        lambda turn: plain_read(base / f"tuned-False-{turn}"), lambda turn: store_read(files, made[turn])
     )
     megabytes = sum(part.bytes for part in made[0]) / 1e6
     return {
         "megabytes": round(megabytes, 1),
-        "write_plain_mb_s": round(megabytes / unsynced),
-        "write_plain_fsync_mb_s": round(megabytes / synced),
         "write_store_mb_s": round(megabytes / store),
-        "write_ratio": round(unsynced / store, 2),
-        "write_ratio_to_plain_with_fsync": round(synced / store, 2),
+        **{f"write_{name}_mb_s": round(megabytes / took) for name, took in zip(sides, plains, strict=True)},
+        **{f"write_ratio_to_{name}": round(took / store, 2) for name, took in zip(sides, plains, strict=True)},
         "read_plain_mb_s": round(megabytes / plain),
         "read_store_mb_s": round(megabytes / read),
         "read_ratio": round(plain / read, 2),

@@ -76,7 +76,7 @@ class Files:
                 return []
         return sorted(name for name in found if name and not name.startswith(_HIDDEN))
 
-    def create(self, path: str, data: bytes) -> bool:
+    def create(self, path: str, data: bytes | memoryview) -> bool:
         """Write a file that must not exist yet. False, and nothing changed, where it exists already."""
         if not self.local:
             return _s3().create(self.url(path), data)
@@ -88,7 +88,7 @@ class Files:
             _sync_folder(target.parent)
             return True
 
-    def replace(self, path: str, data: bytes) -> None:
+    def replace(self, path: str, data: bytes | memoryview) -> None:
         """Write a file whether it exists or not, atomically."""
         if not self.local:
             _s3().replace(self.url(path), data)
@@ -165,7 +165,7 @@ def _s3() -> ModuleType:
 
 
 @contextlib.contextmanager
-def _temporary(target: Path, data: bytes) -> Iterator[Path]:
+def _temporary(target: Path, data: bytes | memoryview) -> Iterator[Path]:
     """A whole copy on disk beside the target, gone afterwards."""
     temporary = target.parent / f".tmp-{uuid.uuid4().hex}"
     try:
@@ -178,7 +178,7 @@ def _temporary(target: Path, data: bytes) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def _replace(target: Path, data: bytes) -> None:
+def _replace(target: Path, data: bytes | memoryview) -> None:
     with _temporary(target, data) as temporary:
         os.replace(temporary, target)
         _sync_folder(target.parent)

@@ -34,21 +34,23 @@ def file_part(path: str, data: bytes) -> Part:
     return Part(path, 0, len(data), sha, content_digest([], tensor_digests(data).items()) if tensors else sha)
 
 
-def encode_table(table: pa.Table) -> bytes:
+def encode_table(table: pa.Table) -> memoryview:
     """Parquet bytes of a table; see parquet_options."""
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, **parquet_options(table))
-    return sink.getvalue().to_pybytes()
+    return memoryview(sink.getvalue())
 
 
 def parquet_options(table: pa.Table) -> dict[str, Any]:
-    """One row group, zstd for text and numbers, none for noise and pictures."""
+    """One row group, zstd for text and numbers; noise and pictures as they are, without statistics."""
     incompressible = {f.name for f in table.schema if _noise(f.type)}
     leaves = _leaves(table.schema)
+    plain = [leaf for leaf in leaves if leaf.split(".")[0] not in incompressible]
     return {
         "row_group_size": max(1, table.num_rows),
-        "compression": {leaf: ("NONE" if leaf.split(".")[0] in incompressible else "ZSTD") for leaf in leaves},
-        "use_dictionary": [leaf for leaf in leaves if leaf.split(".")[0] not in incompressible],
+        "compression": {leaf: "ZSTD" if leaf in plain else "NONE" for leaf in leaves},
+        "use_dictionary": plain,
+        "write_statistics": plain,
         "store_schema": True,
         "write_page_checksum": True,
     }
@@ -127,7 +129,7 @@ def inspect_table(files: Files, path: str) -> Part | None:
     return Part(path, table.num_rows, len(data), hashlib.sha256(data).hexdigest(), content_digest(recorded))
 
 
-def _create(files: Files, path: str, data: bytes) -> None:
+def _create(files: Files, path: str, data: bytes | memoryview) -> None:
     if not files.create(path, data):
         raise FileExistsError(f"{files.url(path)} exists already and is never overwritten")
 

@@ -100,7 +100,7 @@ def names(url: str, seconds: float | None = None) -> list[str]:
         more = {"ContinuationToken": page["NextContinuationToken"]}
 
 
-def create(url: str, data: bytes) -> bool:
+def create(url: str, data: bytes | memoryview) -> bool:
     """Put an object that must not exist yet, also in parts; False, and nothing changed, where it exists."""
     writer = _token()
     try:
@@ -110,7 +110,7 @@ def create(url: str, data: bytes) -> bool:
     return True
 
 
-def replace(url: str, data: bytes) -> None:
+def replace(url: str, data: bytes | memoryview) -> None:
     """Put an object whether it exists or not."""
     _retried(url, "written", lambda: _put(url, data, Metadata=_signed(_token())))
 
@@ -208,8 +208,8 @@ def _call(method: str, url: str, **arguments: Any) -> Any:
     return _client().call_s3(method, Bucket=bucket, Key=key, **arguments)
 
 
-def _put(url: str, data: bytes, **arguments: Any) -> None:
-    _client().pipe_file(url, data, **arguments)
+def _put(url: str, data: bytes | memoryview, **arguments: Any) -> None:
+    _client().pipe_file(url, bytes(data), **arguments)
 
 
 def _put_if(url: str, data: bytes, metadata: dict[str, str], condition: dict[str, str]) -> None:

@@ -144,7 +144,13 @@ def delete(url: str) -> None:
 
 def prove_conditional_put(root: str) -> None:
     """See to it that the endpoint keeps its word: one object is put, and neither an exclusive put nor one with
-    another etag may overwrite it. Raises InputError where they do, or where the root cannot be listed or written."""
+    another etag may overwrite it. Once a process. Raises InputError where they do, or where the root cannot be listed
+    or written."""
+    _proved(root, _variables())
+
+
+@lru_cache(maxsize=16)
+def _proved(root: str, variables: tuple[tuple[str, str], ...]) -> None:
     probe = f"{root}/.probe-{_token()}"
     try:
         names(root, START_SECONDS)
@@ -180,8 +186,11 @@ def _broken_promise(probe: str) -> str | None:
 
 
 def _client() -> Any:
-    variables = tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith("AWS_")))
-    return _connected(os.getpid(), variables)
+    return _connected(os.getpid(), _variables())
+
+
+def _variables() -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith("AWS_")))
 
 
 @lru_cache(maxsize=4)

@@ -85,7 +85,8 @@ def test_a_passing_fault_is_passed_over(
     monkeypatch.setattr(s3, "ANSWER_SECONDS", 0.4)
     monkeypatch.setattr(s3, "_FIRST_PAUSE", 0.01)
     work, wanted = OPERATIONS[operation]
-    proxy.fault = times(2, FAULTS[kind])
+    writes = operation.startswith(("create", "replace", "edit", "commit"))
+    proxy.fault = times(2, FAULTS[kind], written if writes else lambda request: True)
     assert work(files) == wanted
     assert len(proxy.seen) > 2
     held = {name: bucket.get(name) for name in bucket.names()}
@@ -207,11 +208,16 @@ def test_a_whole_answer_that_breaks_off_is_read_again(files: Files, proxy: Proxy
 def test_an_endpoint_that_does_not_honour_conditions_is_refused(
     header: str, word: str, files: Files, proxy: Proxy, bucket: BucketRoot
 ) -> None:
-    prove_conditional_put(files)
     proxy.fault = times(99, Answer(drop=(header,)))
     with pytest.raises(InputError, match=word):
         prove_conditional_put(files)
     assert bucket.names() == ["there.json"]
+    proxy.fault = times(0, REFUSED)
+    prove_conditional_put(files)
+    assert bucket.names() == ["there.json"]
+    asked = len(proxy.seen)
+    prove_conditional_put(files)
+    assert len(proxy.seen) == asked
 
 
 def test_an_endpoint_that_knows_no_conditions_is_refused(files: Files, proxy: Proxy) -> None:

@@ -7,3 +7,7 @@ class InputError(ValueError):
 
 class StageError(RuntimeError):
     """A stage failed; what was finished is kept and the same command resumes. Exit code 1."""
+
+
+class StoreError(StageError):
+    """The artifact root refuses, is full or does not answer; trying the same call again at once is of no use."""

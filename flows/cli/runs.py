@@ -6,7 +6,7 @@ import typer
 
 from miles_core.config.folders import artifact_root as root_of
 from miles_core.errors import InputError
-from miles_core.store.files import Files
+from miles_core.store.files import Files, reach
 from miles_core.store.run_store import RunStore
 from miles_core.store.run_store import runs as names_of
 
@@ -14,6 +14,7 @@ from miles_core.store.run_store import runs as names_of
 def runs(artifact_root: str | None = typer.Option(None, help="Folder of all runs.")) -> None:
     """List runs: name, recipe, committed iterations, when begun."""
     files = Files(root_of(given=artifact_root))
+    reach(files)
     found = names_of(files)
     if not found:
         print(f"no runs under {files.root}")

@@ -1,12 +1,16 @@
 """Where things lie when nothing else is said: models made by code, artifacts, the local Prefect server's state."""
 
 import os
+import re
 from pathlib import Path
 
 from platformdirs import user_data_path
 
 from miles_core.config.run_config import RunConfig
 from miles_core.errors import InputError
+
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
+_PREFIX = re.compile(r"(?!\.)[\w.=-]+", re.ASCII)
 
 
 def local_path(text: str, what: str) -> Path:
@@ -26,13 +30,12 @@ def home() -> Path:
 
 
 def artifact_root(config: RunConfig | None = None, given: str | None = None) -> str:
-    """The root of all runs, absolute: given, the configuration's, MILES_ARTIFACT_ROOT, else under home()."""
+    """The root of all runs, a folder's absolute path or s3://bucket[/prefix]: given, the configuration's, MILES_ARTIFACT_ROOT,
+    else under home(). Raises InputError for what is neither."""
     root = given or (config.run.artifact_root if config else None) or os.environ.get("MILES_ARTIFACT_ROOT")
     root = root or str(home() / "artifacts")
-    if root.startswith("s3://"):
-        raise InputError(f"--artifact-root {root}: s3 is not there yet, give a local folder")
     if "://" in root:
-        raise InputError(f"--artifact-root {root}: give a local folder")
+        return _bucket_root(root)
     path = local_path(root, "--artifact-root")
     standing = next(p for p in (path, *path.parents) if p.exists())
     if not standing.is_dir():
@@ -40,3 +43,16 @@ def artifact_root(config: RunConfig | None = None, given: str | None = None) -> 
     if not os.access(standing, os.W_OK | os.X_OK):
         raise InputError(f"--artifact-root {root}: {standing} cannot be written to, give another folder")
     return str(path)
+
+
+def _bucket_root(root: str) -> str:
+    if not root.startswith("s3://"):
+        raise InputError(f"--artifact-root {root}: give a local folder or s3://BUCKET/PREFIX")
+    bucket, *prefix = root.removeprefix("s3://").rstrip("/").split("/")
+    if not _BUCKET.fullmatch(bucket):
+        raise InputError(f"--artifact-root {root}: {bucket!r} is no name of a bucket, give s3://BUCKET/PREFIX")
+    if not all(_PREFIX.fullmatch(name) for name in prefix):
+        raise InputError(
+            f"--artifact-root {root}: give a prefix of letters, digits, dot, dash, underscore and = between slashes"
+        )
+    return "/".join(["s3:/", bucket, *prefix])

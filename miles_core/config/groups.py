@@ -13,7 +13,7 @@ class RunGroup(Group):
     run_id: Text | None = option(None, "name of the run; unset: the recipe's name")
     new: bool = option(False, "start a new run: adds a number to the name")
     artifact_root: Text | None = option(
-        None, "folder of all runs; unset: MILES_ARTIFACT_ROOT, else the user's data folder"
+        None, "folder of all runs, or s3://BUCKET/PREFIX; unset: MILES_ARTIFACT_ROOT, else the user's data folder"
     )
     code_path: Text | None = option(
         None, "folder the user's own modules are found in; unset: where the command is given"

@@ -1,6 +1,7 @@
 """A run's identity: its name, what it means, and whether this command may carry it on."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,7 @@ from miles_core.families.resolve import TINY_SD3
 from miles_core.pipeline.inputs import Inputs, resolve_inputs
 from miles_core.pipeline.stage import library_versions
 from miles_core.store.digest import sha256_hex
-from miles_core.store.files import Files
+from miles_core.store.files import Files, prove_conditional_put, reach
 from miles_core.store.lock import RunLock
 from miles_core.store.run_store import RunStore, check_run_id
 
@@ -41,15 +42,28 @@ def plan_run(config: RunConfig, recipe: str) -> Plan:
     """Check inputs, name and meaning. Raises InputError where the same name means something else already."""
     name = check_run_id(config.run.run_id or recipe)
     files = Files(artifact_root(config))
+    prove_conditional_put(files)
     inputs = resolve_inputs(config)
     if config.run.new:
         name = _free_name(files, name)
     store = RunStore(files, name)
-    record = store.record()
+    record = _record(store)
     meaning = meaning_of(config, inputs)
     if record is not None:
         _refuse_other_meaning(name, record["meaning"], meaning)
     return Plan(config, inputs, store, record is not None, meaning)
+
+
+def _record(store: RunStore) -> dict[str, Any] | None:
+    """run.json, or None where there is no such run. Raises InputError where it has gone from a run: what the stages
+    there mean can no longer be told."""
+    record = store.record()
+    if record is None and store.begun():
+        raise InputError(
+            f"{store.files.url(store.record_path)} is missing, and stages of a run lie beside it: put it back from a copy, "
+            "or give another --run-id"
+        )
+    return record
 
 
 def _refuse_other_meaning(name: str, then: dict[str, Any], now: dict[str, Any]) -> None:
@@ -115,8 +129,9 @@ def begin_run(plan: Plan, recipe: str, code_path: str) -> None:
 def open_run(name: str, root: str | None = None) -> tuple[RunStore, RunConfig]:
     """An existing run and its configuration. Raises InputError where there is none of that name."""
     files = Files(artifact_root(given=root))
+    reach(files)
     store = RunStore(files, name)
-    record = store.record()
+    record = _record(store)
     if record is None:
         raise InputError(f"there is no run {name} under {files.root}: `miles runs` lists those there are")
     return store, build(record["config"])
@@ -153,12 +168,8 @@ def existing_iteration(store: RunStore, given: str) -> int:
 
 
 def _free_name(files: Files, name: str) -> str:
-    if RunStore(files, name).record() is None:
-        return name
-    number = 2
-    while RunStore(files, f"{name}-{number}").record() is not None:
-        number += 1
-    return f"{name}-{number}"
+    candidates = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
+    return next(c for c in candidates if RunStore(files, c).record() is None and not RunStore(files, c).begun())
 
 
 def _difference(then: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from miles_core.data.sample import Sample
-from miles_core.errors import StageError
+from miles_core.errors import StageError, StoreError
 from miles_core.rollout.microgroup import Microgroup
 from miles_core.rollout.parsing import conditioning_id
 from miles_core.rollout.protocol import GenerateRequest, SyncReply
@@ -87,6 +87,8 @@ class Dispatcher:
                 failures.append(f"engine-{index}: its process died ({reason_of(fault)})")
                 await self._revive(index, engine)
             except self.workers.ray.exceptions.RayTaskError as fault:
+                if isinstance(fault.cause, StoreError):
+                    raise fault.cause from None
                 failures.append(f"engine-{index}: {fault.cause or fault}")
             except TimeoutError:
                 failures.append(f"engine-{index}: no answer within {self.workers.seconds / 60:.0f} minutes")

@@ -4,6 +4,7 @@ Every holder has an epoch of its own, larger than all before it. What an older e
 run's record, by the actors, and by `check`.
 """
 
+import contextlib
 import json
 import os
 import secrets
@@ -16,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from miles_core.errors import InputError, StageError
+from miles_core.errors import InputError, StageError, StoreError
 from miles_core.store.files import Files
 
 LEASE_SECONDS = 30.0
@@ -127,7 +128,7 @@ class RunLock:
                 except LockLost as fault:
                     on_lost(str(fault))
                     return
-                except OSError:
+                except (OSError, StoreError):
                     # The store may be out for a while; `check` decides before anything is committed.
                     continue
                 if stop:
@@ -158,7 +159,9 @@ class RunLock:
             held = _held(data) if data else None
             return _with(held, released=True).to_bytes() if held and held.epoch == self.epoch else None
 
-        self.files.edit(_path(self.run), change)
+        # Where the store is out the lease runs out, and a dead holder of this machine is known as one.
+        with contextlib.suppress(StoreError):
+            self.files.edit(_path(self.run), change)
 
     def _try(self, dead: Held | None = None) -> Held | None:
         """Take the lock where it is free, its holder known dead, or it is still exactly `dead`; else who holds it."""

@@ -1,6 +1,7 @@
 """Parquet parts and files beside them: written once, checked by length and SHA-256 before use."""
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -34,30 +35,38 @@ def file_part(path: str, data: bytes) -> Part:
     return Part(path, 0, len(data), sha, content_digest([], tensor_digests(data).items()) if tensors else sha)
 
 
-def encode_table(table: pa.Table) -> bytes:
-    """Parquet bytes of a table: one row group, zstd for text and numbers, none for noise and pictures."""
-    incompressible = {f.name for f in table.schema if _noise(f.type)}
+def encode_table(table: pa.Table) -> memoryview:
+    """Parquet bytes of a table; see parquet_options."""
     sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, **parquet_options(table))
+    return memoryview(sink.getvalue())
+
+
+def parquet_options(table: pa.Table) -> dict[str, Any]:
+    """One row group, zstd for text and numbers; noise and pictures as they are, without statistics."""
+    incompressible = {f.name for f in table.schema if _noise(f.type)}
     leaves = _leaves(table.schema)
-    pq.write_table(
-        table,
-        sink,
-        row_group_size=max(1, table.num_rows),
-        compression={leaf: ("NONE" if leaf.split(".")[0] in incompressible else "ZSTD") for leaf in leaves},
-        use_dictionary=[leaf for leaf in leaves if leaf.split(".")[0] not in incompressible],
-        store_schema=True,
-        write_page_checksum=True,
-    )
-    return sink.getvalue().to_pybytes()
+    plain = [leaf for leaf in leaves if leaf.split(".")[0] not in incompressible]
+    return {
+        "row_group_size": max(1, table.num_rows),
+        "compression": {leaf: "ZSTD" if leaf in plain else "NONE" for leaf in leaves},
+        "use_dictionary": plain,
+        "write_statistics": plain,
+        "store_schema": True,
+        "write_page_checksum": True,
+    }
 
 
 def write_table(files: Files, path: str, table: pa.Table) -> Part:
     """Write a part under a new name, row digests filled in. Raises FileExistsError where the name is taken."""
     table = with_row_digests(table)
     data = encode_table(table)
-    _create(files, path, data)
+    # Writing waits for the disk or the server, hashing for the processor.
+    with ThreadPoolExecutor(1) as beside:
+        hashing = beside.submit(lambda: hashlib.sha256(data).hexdigest())
+        _create(files, path, data)
     rows = table.column(ROW_DIGEST).to_pylist()
-    return Part(path, table.num_rows, len(data), hashlib.sha256(data).hexdigest(), content_digest(rows))
+    return Part(path, table.num_rows, len(data), hashing.result(), content_digest(rows))
 
 
 def write_file(files: Files, path: str, data: bytes) -> Part:
@@ -121,7 +130,7 @@ def inspect_table(files: Files, path: str) -> Part | None:
     return Part(path, table.num_rows, len(data), hashlib.sha256(data).hexdigest(), content_digest(recorded))
 
 
-def _create(files: Files, path: str, data: bytes) -> None:
+def _create(files: Files, path: str, data: bytes | memoryview) -> None:
     if not files.create(path, data):
         raise FileExistsError(f"{files.url(path)} exists already and is never overwritten")
 

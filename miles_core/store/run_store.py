@@ -67,7 +67,7 @@ class RunStore:
         return f"{self.run}/run.json"
 
     def record(self) -> dict[str, Any] | None:
-        """run.json, or None where the run does not exist yet."""
+        """run.json, or None where the run does not exist yet. Raises InputError for what is no run record."""
         try:
             return self._parse_record(self.files.read(self.record_path))
         except FileNotFoundError:
@@ -307,6 +307,10 @@ class RunStore:
                 "and run the same command again"
             )
         return winner
+
+    def begun(self) -> bool:
+        """Whether stages lie under this name, committed or not, with or without run.json."""
+        return any(name == "policy" or name.startswith("iteration=") for name in self.files.list(self.run))
 
     def iterations(self) -> list[int]:
         """Iterations that have a folder, ascending."""

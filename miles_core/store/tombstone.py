@@ -50,7 +50,9 @@ def read_tombstone(files: Files, folder: str) -> Tombstone | None:
 
 def pruned_part(files: Files, path: str) -> PrunedError | None:
     """The error that says why a part is not there, if it was pruned."""
-    folder, top, name = path.rsplit("/", 2) if path.count("/") > 1 else ("", "", path)
+    if path.count("/") < 2:
+        return None
+    folder, top, name = path.rsplit("/", 2)
     tombstone = read_tombstone(files, folder)
     if tombstone is None or f"{top}/{name}" not in tombstone.parts:
         return None

@@ -93,7 +93,19 @@ COMMANDS: dict[str, tuple[Prepare, tuple[str, ...]]] = {
     ),
     "artifact root of another kind": (
         lambda home: ["train", "tiny", "--artifact-root", "gs://bucket"],
-        ("--artifact-root gs://bucket",),
+        ("--artifact-root gs://bucket", "s3://BUCKET"),
+    ),
+    "artifact root without a bucket": (
+        lambda home: ["train", "tiny", "--artifact-root", "s3://"],
+        ("--artifact-root s3://", "no name of a bucket"),
+    ),
+    "artifact root with a bucket's wrong name": (
+        lambda home: ["train", "tiny", "--artifact-root", "s3://My Bucket/x"],
+        ("My Bucket", "no name of a bucket"),
+    ),
+    "artifact root that leads out of its prefix": (
+        lambda home: ["train", "tiny", "--artifact-root", "s3://bucket/a/../b"],
+        ("s3://bucket/a/../b", "prefix"),
     ),
     "no such user's folder": (
         lambda home: ["train", "tiny", "--prompt-data", "~nosuchuser/p"],

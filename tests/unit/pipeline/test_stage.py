@@ -118,6 +118,7 @@ def test_a_rerun_leaves_the_line(store: RunStore) -> None:
 
 
 def test_a_damaged_stage_is_made_again_with_the_same_content(store: RunStore, tmp_path: Path) -> None:
+    """Cache hit, blob missing (pitfall 47)."""
     upstream = rewards(store, (1.0, 2.0))
     first = normalized(step(store), upstream)
     (tmp_path / first.manifest.data[0].path).unlink()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from roots import Root
 
 from miles_core.errors import InputError
 from miles_core.store.files import Files
@@ -21,8 +22,8 @@ LEASE = 0.6
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Files:
-    return Files(str(tmp_path))
+def files(root: Root) -> Files:
+    return root.files
 
 
 def lock(files: Files) -> RunLock:
@@ -48,7 +49,7 @@ def take_and_wait(root: str) -> None:
 
 
 def holder_process(root: str) -> subprocess.Popen:
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_lock; test_lock.take_and_wait({root!r})"
+    code = f"import sys; sys.path[:0] = {[str(Path(__file__).parents[n]) for n in (0, 2)]!r}; import test_lock; test_lock.take_and_wait({root!r})"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.readline() == b"taken\n"

@@ -1,22 +1,20 @@
 """Attempts, manifests, the Cached rule, the line."""
 
 import json
-import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
+from roots import Root
 
 from miles_core.errors import InputError
-from miles_core.store.files import Files
 from miles_core.store.manifest import Manifest, fingerprint, stage_digest
 from miles_core.store.parts import Part, write_file
 from miles_core.store.run_store import RunStore, check_run_id, runs
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> RunStore:
-    return RunStore(Files(str(tmp_path)), "r")
+def store(root: Root) -> RunStore:
+    return RunStore(root.files, "r")
 
 
 def commit(
@@ -48,9 +46,10 @@ def test_a_manifest_reads_back(store: RunStore) -> None:
     assert body["parts"][0]["path"] == "data/a.json"
 
 
-def test_a_copied_run_is_whole_under_another_name(store: RunStore, tmp_path: Path) -> None:
+def test_a_copied_run_is_whole_under_another_name(store: RunStore, root: Root) -> None:
     made = commit(store, "a")
-    shutil.copytree(tmp_path / "r", tmp_path / "copy")
+    for name in root.names():
+        root.put(name.replace("r/", "copy/", 1), root.get(name))
     copied = RunStore(store.files, "copy").manifest("advantages", 0, made.attempt)
     assert copied is not None
     assert RunStore(store.files, "copy").damage(copied) is None
@@ -104,21 +103,21 @@ def test_the_loser_of_a_race_gets_the_winners_manifest(store: RunStore) -> None:
 
 
 @pytest.mark.parametrize("how", ["gone", "short"])
-def test_a_damaged_attempt_is_not_reused(store: RunStore, tmp_path: Path, how: str) -> None:
+def test_a_damaged_attempt_is_not_reused(store: RunStore, root: Root, how: str) -> None:
     made = commit(store, "a", b"content")
-    path = tmp_path / made.parts[0].path
+    path = made.parts[0].path
     assert store.find("advantages", 0, made.fingerprint, {}) == made
-    path.unlink()
+    root.remove(path)
     if how == "short":
-        path.write_bytes(b"c")
-    assert str(path) in (store.damage(made) or "")
+        root.put(path, b"c")
+    assert store.files.url(path) in (store.damage(made) or "")
     assert store.find("advantages", 0, made.fingerprint, {}) is None
 
 
-def test_a_manifest_of_a_newer_schema_is_refused(store: RunStore, tmp_path: Path) -> None:
+def test_a_manifest_of_a_newer_schema_is_refused(store: RunStore, root: Root) -> None:
     made = commit(store, "a")
-    path = tmp_path / made.folder / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 99}))
+    path = f"{made.folder}/manifest.json"
+    root.put(path, json.dumps(json.loads(root.get(path)) | {"schema_version": 99}).encode())
     with pytest.raises(InputError, match="schema version 99"):
         store.manifest("advantages", 0, made.attempt)
 
@@ -132,8 +131,8 @@ def test_the_line_names_an_attempt(store: RunStore) -> None:
     assert runs(store.files) == ["r"]
 
 
-def test_content_digest_ignores_attempt_names_and_times(tmp_path: Path) -> None:
-    one, two = (commit(RunStore(Files(str(tmp_path / n)), n), "a") for n in ("x", "y"))
+def test_content_digest_ignores_attempt_names_and_times(root: Root) -> None:
+    one, two = (commit(RunStore(root.files, n), "a") for n in ("x", "y"))
     assert one.content_digest == two.content_digest
     assert one.times != two.times or one.run != two.run
 
@@ -157,33 +156,32 @@ def test_everything_that_matters_enters_the_fingerprint(change: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("name", [".DS_Store", ".nfs0000000001", "x.bak", "ffffffffffff.two"])
-def test_a_stray_name_is_no_attempt(store: RunStore, tmp_path: Path, name: str) -> None:
+def test_a_stray_name_is_no_attempt(store: RunStore, root: Root, name: str) -> None:
     made = commit(store, "a")
-    (tmp_path / made.folder).parent.joinpath(name).mkdir()
+    root.put(f"{made.folder.rsplit('/', 1)[0]}/{name}/file", b"")
     assert store.attempts("advantages", 0) == [made.attempt]
 
 
 @pytest.mark.parametrize("content", ["", "null", "5", '"x"', "[]", "{}", '{"schema_version": 1, "upstream": []}'])
-def test_what_is_no_manifest_is_no_commit(store: RunStore, tmp_path: Path, content: str) -> None:
+def test_what_is_no_manifest_is_no_commit(store: RunStore, root: Root, content: str) -> None:
     made = commit(store, "a")
-    (tmp_path / made.folder / "manifest.json").write_text(content)
+    root.put(f"{made.folder}/manifest.json", content.encode())
     assert store.committed("advantages", 0) == []
     assert commit(store, "a").attempt == f"{made.attempt}.2"
 
 
 @pytest.mark.parametrize("content", ["", "null", "[]", '{"schema_version": 1}', '{"schema_version": "x"}'])
-def test_what_is_no_run_record_is_refused(store: RunStore, tmp_path: Path, content: str) -> None:
-    (tmp_path / "r").mkdir()
-    (tmp_path / "r" / "run.json").write_text(content)
+def test_what_is_no_run_record_is_refused(store: RunStore, root: Root, content: str) -> None:
+    root.put("r/run.json", content.encode())
     with pytest.raises(InputError, match="is no run record"):
         store.record()
 
 
-def test_a_product_is_found_by_its_content_when_its_attempt_is_damaged(store: RunStore, tmp_path: Path) -> None:
+def test_a_product_is_found_by_its_content_when_its_attempt_is_damaged(store: RunStore, root: Root) -> None:
     first = commit(store, "a", b"content")
     consumed = first.as_upstream()
     assert store.product(consumed) == first
-    (tmp_path / first.parts[0].path).unlink()
+    root.remove(first.parts[0].path)
     assert store.product(consumed) is None
     again = commit(store, "a", b"content")
     assert store.product(consumed) == again

@@ -49,7 +49,8 @@ def take_and_wait(root: str) -> None:
 
 
 def holder_process(root: str) -> subprocess.Popen:
-    code = f"import sys; sys.path[:0] = {[str(Path(__file__).parents[n]) for n in (0, 2)]!r}; import test_lock; test_lock.take_and_wait({root!r})"
+    folders = [str(Path(__file__).parents[n]) for n in (0, 2)]
+    code = f"import sys; sys.path[:0] = {folders!r}; import test_lock; test_lock.take_and_wait({root!r})"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.readline() == b"taken\n"

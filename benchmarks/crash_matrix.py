@@ -249,9 +249,9 @@ def drive(options: dict) -> int:
                 step = session.step(number)
                 if finished(step):
                     continue
+                session.workers.start_all()
                 if number == 0:
                     ensure_policy(step)
-                session.workers.connect()
                 run_iteration(step)
                 print(f"iteration {number} is done", flush=True)
     except (InputError, StageError, KeyboardInterrupt, OSError) as fault:

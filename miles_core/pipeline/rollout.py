@@ -192,10 +192,8 @@ def _probe(step: Step, attempt: Attempt, upstream: Upstreams) -> Part:
 
     def ask(engine: Any) -> Part:
         hold(workers, engine, files, adapter_of(policy), policy.summary["policy_digest"])
-        probe = engine.call("probe", probe_spec(step).request())
-        part: Part = workers.get(
-            [workers.parsers()[0].call("write_probe", files, attempt.path(PROBE), probe)], "the probe"
-        )[0]
+        probe = workers.probe(engine, probe_spec(step).request())
+        part: Part = workers.parse("write_probe", files, attempt.path(PROBE), probe)
         return part
 
     return workers.with_engine(0, ask)

@@ -25,13 +25,13 @@ def push(step: Step, attempt: Attempt, upstream: Upstreams) -> Product:
     rollout = _rollout(step, update)
     before, trained = rollout.under(PROBE)[0], update.under(PROBE)[0]
     tolerance = probe_tolerance(step.config.training.diffusion_forward_dtype)
-    request, parser = probe_spec(step).request(), workers.parsers()[0]
+    request = probe_spec(step).request()
 
     def prove(engine: Any) -> dict[str, Any]:
         reply = push_to(workers, engine, files, adapter_of(update), update.summary["policy_digest"])
         started = time.perf_counter()
-        call = parser.call("compare_probe", files, engine.call("probe", request), before, trained, tolerance)
-        proof = workers.get([call], "the probe after the push")[0]
+        probe = workers.probe(engine, request)
+        proof = workers.parse("compare_probe", files, probe, before, trained, tolerance)
         return {
             "engine": reply.engine,
             "policy_digest": reply.policy_digest,

@@ -72,6 +72,9 @@ class Dispatcher:
         if number in self.kept:
             self._land(number, self.kept[number])
             return
+        # Ray is configured by the environment when it is imported, and the actors' module imports it.
+        from miles_core.runtime.actors import WrongPolicy
+
         failures: list[str] = []
         tried: set[int] = set()
         while True:
@@ -89,6 +92,10 @@ class Dispatcher:
             except self.workers.ray.exceptions.RayTaskError as fault:
                 if isinstance(fault.cause, StoreError):
                     raise fault.cause from None
+                if isinstance(fault.cause, WrongPolicy):
+                    # It was replaced a moment ago, or by another's hand.
+                    await self._give_policy(engine)
+                    continue
                 failures.append(f"engine-{index}: {fault.cause or fault}")
             except TimeoutError:
                 failures.append(f"engine-{index}: no answer within {self.workers.seconds / 60:.0f} minutes")
@@ -106,7 +113,7 @@ class Dispatcher:
     async def _attempt(
         self, engine: Any, number: int, request: GenerateRequest, microgroup: list[Sample], identity: str
     ) -> Microgroup:
-        result, receipt = engine.call("generate", request, returns=2)
+        result, receipt = engine.call("generate", request, self.digest, returns=2)
         await asyncio.wait_for(_wait(receipt), self.workers.seconds)
         lock = self._describing.setdefault(identity, asyncio.Lock())
         async with lock:
@@ -186,6 +193,10 @@ class Dispatcher:
         async with self._reviving:
             if self.workers.engine(index) is dead:
                 await asyncio.to_thread(self._replace, index, dead)
+
+    async def _give_policy(self, engine: Any) -> None:
+        async with self._reviving:
+            await asyncio.to_thread(hold, self.workers, engine, self.files, self.adapter, self.digest)
 
     def _replace(self, index: int, dead: Any) -> None:
         self.workers.replace_engine(index, dead)

@@ -27,6 +27,10 @@ class Receipt:
     seconds: float
 
 
+class WrongPolicy(StageError):
+    """An engine was asked to generate under a policy that it does not hold."""
+
+
 class EngineActor(FencedActor):
     """One rollout engine. `generate` returns two objects, so that the driver fetches the small one alone."""
 
@@ -48,8 +52,12 @@ class EngineActor(FencedActor):
         )
         self.lora = {"lora_alpha": config.lora.lora_alpha, "lora_rank": config.lora.lora_rank}
         self.engine.start()
+        self.held = self.engine.checksum()
 
-    def generate(self, request: GenerateRequest) -> tuple[GenerateResult, Receipt]:
+    def generate(self, request: GenerateRequest, policy_digest: str) -> tuple[GenerateResult, Receipt]:
+        """Raises WrongPolicy where the engine does not hold the policy that the rows will name."""
+        if self.held != policy_digest:
+            raise WrongPolicy(f"{self.engine.name} holds policy {self.held[:12] or 'none'}, not {policy_digest[:12]}")
         fault_point("rollout:generate")
         result = self.engine.generate(request)
         return result, Receipt(result.engine, result.seconds)
@@ -59,18 +67,21 @@ class EngineActor(FencedActor):
         from miles_core.weights.packing import to_push
 
         fault_point("sync:push")
+        self.held = ""
         reply = self.engine.update_weights(to_push(read_bytes(files, adapter)), **self.lora)
+        self.held = reply.policy_digest
         fault_point("sync:pushed")
         return reply
 
     def checksum(self) -> str:
         return self.engine.checksum()
 
-    def probe(self, request: GenerateRequest) -> Any:
+    def probe(self, request: GenerateRequest) -> tuple[Any, Receipt]:
         """The model's output on the probe request, and what the trainer needs to replay it."""
         from miles_core.weights.probe import probe_of
 
-        return probe_of(request, self.engine.generate(request))
+        result = self.engine.generate(request)
+        return probe_of(request, result), Receipt(result.engine, result.seconds)
 
 
 class ParserActor(FencedActor):

@@ -23,6 +23,7 @@ from miles_core.runtime.identity import actor_identity
 
 if TYPE_CHECKING:
     from miles_core.pipeline.inputs import Inputs
+    from miles_core.rollout.protocol import GenerateRequest
     from miles_core.runtime.fenced import Actor, Status
 
 
@@ -212,6 +213,27 @@ class Workers:
                 count = self.config.rollout.rollout_parser_num_workers
                 self._parsers = [self._new_parser(i) for i in range(count)]
             return self._parsers
+
+    def probe(self, engine: Actor, request: GenerateRequest) -> Any:
+        """A reference to an engine's answer to the probe request, once it has answered."""
+        probe, receipt = engine.call("probe", request, returns=2)
+        self.get([receipt], "the probe")
+        return probe
+
+    def parse(self, verb: str, *arguments: Any) -> Any:
+        """Have a parser do something small; one whose process dies meanwhile is replaced and another asked.
+
+        Raises ProcessDied after --rollout-max-retries replacements.
+        """
+        for left in reversed(range(self.config.rollout.rollout_max_retries + 1)):
+            parser = self.parsers()[0]
+            try:
+                return self.get([parser.call(verb, *arguments)], f"the parser's {verb}")[0]
+            except ProcessDied:
+                if not left or self.aborted:
+                    raise
+                self.replace_parser(0, parser)
+        raise AssertionError("the last try returns or raises")
 
     def replace_parser(self, index: int, dead: Actor) -> None:
         """A new parser in the place of one that is dead or does not answer, unless that was done already."""

@@ -21,7 +21,7 @@ from miles_core.pipeline.stage import (
 )
 from miles_core.rewards.rm_types import rm_types_of
 from miles_core.runtime.faults import fault_point
-from miles_core.runtime.workers import reason_of
+from miles_core.runtime.roster import reason_of
 from miles_core.store.digest import ROW_DIGEST
 from miles_core.store.manifest import Manifest
 from miles_core.store.parts import Part, inspect_table, read_table

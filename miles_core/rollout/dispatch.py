@@ -12,7 +12,8 @@ from miles_core.errors import StageError, StoreError
 from miles_core.rollout.microgroup import Microgroup
 from miles_core.rollout.parsing import conditioning_id
 from miles_core.rollout.protocol import GenerateRequest, SyncReply
-from miles_core.runtime.workers import Workers, reason_of
+from miles_core.runtime.roster import reason_of
+from miles_core.runtime.workers import Workers
 from miles_core.store.files import Files
 from miles_core.store.parts import Part
 

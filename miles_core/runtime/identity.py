@@ -3,7 +3,7 @@
 import functools
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import miles_core
 from miles_core.config import RunConfig
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 _OF_THE_COMMAND = ("run_id", "new", "artifact_root", "num_rollout", "keep_actors")
 
 
-def actor_identity(kind: str, config: RunConfig, inputs: "Inputs", device: str, more: Any) -> str:
+def actor_identity(kind: str, config: RunConfig, inputs: "Inputs", device: str) -> str:
     """SHA-256 over the actor's class, its configuration, the files it reads, its device and this package's code."""
     fields = {name: value for name, value in config.flat().items() if name not in _OF_THE_COMMAND}
     told = {"kind": kind, "config": repr(sorted(fields.items())), "inputs": inputs.all(), "device": device}
-    return sha256_hex(canonical_json(told | {"more": repr(more), "code": code_digest()}))
+    return sha256_hex(canonical_json(told | {"code": code_digest()}))
 
 
 @functools.cache

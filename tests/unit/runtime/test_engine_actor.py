@@ -1,7 +1,5 @@
 """An engine never generates under another policy than the one that the rows will name."""
 
-from pathlib import Path
-
 import pytest
 
 from deployments.recipes import recipe

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
-from pathlib import Path
 
 import pytest
 import torch

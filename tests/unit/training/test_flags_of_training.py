@@ -97,7 +97,7 @@ def test_the_forward_is_in_the_dtype_given(iteration, inputs, make):
         assert seen == {torch.float32 if dtype == "fp32" else torch.bfloat16}
         assert {p.dtype for p in one._parameters.values()} == {torch.float32}
     apart = max((found["bf16"][n] - t).norm().item() for n, t in found["fp32"].items())
-    assert 0 < apart
+    assert apart > 0
 
 
 def test_gradients_are_reduced_in_the_dtype_given(iteration, inputs, make):

@@ -1,6 +1,6 @@
 """Every fault point against every process, and random kills: does the run end with the bits of an undisturbed one?
 
-    python benchmarks/crash_matrix.py matrix [--jobs 1] [--points a,b] [--victims flow,engine]
+    python benchmarks/crash_matrix.py matrix [--jobs 1] [--points a,b] [--victims flow,engine] [--minutes 600]
     python benchmarks/crash_matrix.py random --minutes 20 [--jobs 1] [--seed 0]
 
 matrix: a run of two iterations pauses at the point in its second one, the victim is killed -9, the same command is given
@@ -188,7 +188,8 @@ def cell(home: Path, base: dict[str, str], point: str, victim: str, cli: bool) -
         one.kill()
     commands = case.finish(process)
     same = case.digests() == base
-    note = "" if same and reached.exists() else case.log.read_text()[-1500:]
+    plain = same and reached.exists() and commands <= 2
+    note = "" if plain else case.log.read_text()[-3000:]
     outcome = Outcome(point, victim, bool(there) and reached.exists(), commands, time.monotonic() - started, same, note)
     if same:
         shutil.rmtree(case.root)
@@ -249,9 +250,9 @@ def drive(options: dict) -> int:
                 step = session.step(number)
                 if finished(step):
                     continue
+                session.workers.start_all()
                 if number == 0:
                     ensure_policy(step)
-                session.workers.connect()
                 run_iteration(step)
                 print(f"iteration {number} is done", flush=True)
     except (InputError, StageError, KeyboardInterrupt, OSError) as fault:
@@ -267,7 +268,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--points", default=",".join(POINTS))
     parser.add_argument("--victims", default=",".join(VICTIMS))
-    parser.add_argument("--minutes", type=float, default=20)
+    parser.add_argument("--minutes", type=float, default=20, help="start nothing new after so long")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cli", action="store_true")
     given = parser.parse_args()
@@ -281,7 +282,9 @@ def main() -> int:
     with ThreadPoolExecutor(given.jobs) as pool:
         if given.mode == "matrix":
             pairs = [(p, v) for p in given.points.split(",") for v in given.victims.split(",")]
-            outcomes = list(pool.map(lambda pair: cell(home, base, *pair, given.cli), pairs))
+            until = started + 60 * given.minutes
+            found = pool.map(lambda p: cell(home, base, *p, given.cli) if time.monotonic() < until else None, pairs)
+            outcomes = [outcome for outcome in found if outcome]
         else:
             outcomes = random_runs(pool, home, base, given, started + 60 * given.minutes)
     write(given.mode, outcomes, time.monotonic() - started, given.jobs)
@@ -325,6 +328,7 @@ def write(mode: str, outcomes: list[Outcome], seconds: float, jobs: int) -> None
         figures["kills"] = sum(sum(json.loads(o.victim.replace("'", '"')).values()) for o in outcomes)
         figures["runs"] = [asdict(o) for o in outcomes]
     figures["not_same"] = [asdict(o) for o in outcomes if not o.same]
+    figures["more_than_one_resume"] = [asdict(o) for o in outcomes if o.same and mode == "matrix" and o.commands > 2]
     report = {
         "figures": figures,
         "command": " ".join(["python benchmarks/crash_matrix.py", *sys.argv[1:]]),

@@ -8,6 +8,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.session import run_session
 from miles_core.pipeline.feed import RolloutFeed
+from miles_core.pipeline.iteration import finished
 from miles_core.pipeline.log import log_iteration
 from miles_core.pipeline.retention import retain
 from miles_core.pipeline.upstream import policy_in_force
@@ -36,11 +37,12 @@ def iteration(run: str, iteration: int, artifact_root: str | None = None) -> Non
     """
     with run_session(run, artifact_root, moves_line=True) as session:
         step = session.step(iteration, flow_run_id=flow_run.id)
+        if not finished(step):
+            session.workers.start_all()
         if iteration == 0:
             commit(initialize_policy, step)
         prompts = commit(sample_prompts, step)
         policy = policy_in_force(step)
-        session.workers.connect()
         feed = RolloutFeed()
         rollout = generate_rollout.submit(step, prompts, policy, feed)
         rewards = score_rewards.submit(step, feed)

@@ -88,7 +88,10 @@ def _holding(
 
     with workers:
         lock.keep(on_beat=workers.renew, on_lost=lost)
-        yield Session(config, inputs, store, workers, lock)
+        try:
+            yield Session(config, inputs, store, workers, lock)
+        finally:
+            lock.rest()
 
 
 @contextlib.contextmanager

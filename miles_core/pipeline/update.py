@@ -25,7 +25,7 @@ def train(step: Step, attempt: Attempt, upstream: Upstreams) -> Product:
 
 def optimize(step: Step, attempt: Attempt, upstream: Upstreams) -> Product:
     """The update of products that hold latents and checkpoint."""
-    from miles_core.training.trainer import UpdateInputs
+    from miles_core.training.messages import UpdateInputs
 
     rollout, policy = upstream["rollout"], upstream["policy"]
     adapter_of(policy)

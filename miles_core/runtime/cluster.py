@@ -70,6 +70,8 @@ def _use_token(token: str) -> None:
 
 
 def _connect(address: str, namespace: str | None, *, own: bool) -> None:
+    # A call after the end must fail, not start or seek a cluster.
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     import ray
 
     # Workers start in the thread of the task that first needs them; Ray warns about that on the terminal.

@@ -65,6 +65,7 @@ class Workers:
         self._parsers: list[Actor] | None = None
         self._scorers: dict[str, list[Actor]] = {}
         self._trainer: list[Actor] | None = None
+        self._made: list[Actor] = []
         self._trained_as = config
 
     def __enter__(self) -> Workers:
@@ -104,11 +105,24 @@ class Workers:
         """Connect to Ray now. Call it in the main thread: Ray takes over signals, which are put back there alone."""
         assert self.ray
 
+    def start_all(self) -> None:
+        """Start every kind now, side by side; a stage then waits for its own alone. For a command that will need all."""
+        self.connect()
+        self.engines()
+        self.parsers()
+        self.scorers(self.config, self.inputs)
+        threading.Thread(target=self._start_trainer_soon, name="trainer", daemon=True).start()
+
+    def _start_trainer_soon(self) -> None:
+        # Who needs the trainer starts it again and is told why it failed.
+        with contextlib.suppress(Exception):
+            self._ranks()
+
     def renew(self) -> None:
         """Tell every actor that its command lives. Raises StageError where the command's Ray head died."""
         if not self._head_lives():
             raise StageError("the Ray head of this command died; run the same command again to resume")
-        for actor in self._all():
+        for actor in list(self._made):
             with contextlib.suppress(Exception):
                 actor.status()
 
@@ -117,7 +131,7 @@ class Workers:
         self.aborted = True
         if not self._head_lives():
             return
-        for actor in [*self._all(), *(actor for actor, _ in self._left.values())]:
+        for actor in [*self._made, *(actor for actor, _ in self._left.values())]:
             with contextlib.suppress(Exception):
                 self._ray.kill(actor.handle)
 
@@ -187,7 +201,7 @@ class Workers:
         with self._starting["engines"]:
             engines = self.engines()
             if engines[index] is dead:
-                dead.end()
+                self._end(dead)
                 engines[index] = self._new_engine(index)
             return engines[index]
 
@@ -204,7 +218,7 @@ class Workers:
         with self._starting["parsers"]:
             parsers = self.parsers()
             if parsers[index] is dead:
-                dead.end()
+                self._end(dead)
                 parsers[index] = self._new_parser(index)
 
     def scorers(self, config: RunConfig, inputs: Inputs) -> list[Actor]:
@@ -222,7 +236,7 @@ class Workers:
         """A new scorer in the place of one that is dead or does not answer, unless that was done already."""
         with self._starting["scorers"]:
             if group[index] is dead:
-                dead.end()
+                self._end(dead)
                 group[index] = self._new_scorer(index, config.flat(), inputs)
 
     # The trainer
@@ -233,10 +247,7 @@ class Workers:
         `watch` is told now and then how many of how many forwards of an update are done. Raises StageError that names
         the rank and where it is where nothing has moved for the time limit.
         """
-        with self._starting["trainer"]:
-            if self._trainer is None:
-                self._trainer = self._start_trainer()
-            ranks = self._trainer
+        ranks = self._ranks()
         calls = [rank.call(verb, *arguments) for rank in ranks]
         try:
             self._watch(ranks, calls, watch or (lambda done, total: None))
@@ -245,6 +256,12 @@ class Workers:
             # A rank that failed half-way holds neither the old policy nor the new one.
             self.end_trainer()
             raise
+
+    def _ranks(self) -> list[Actor]:
+        with self._starting["trainer"]:
+            if self._trainer is None:
+                self._trainer = self._start_trainer()
+            return self._trainer
 
     def _watch(self, ranks: list[Actor], calls: list[Any], watch: Callable[[int, int], None]) -> None:
         """Wait for all ranks, or for the first that fails, as long as something moves."""
@@ -288,7 +305,7 @@ class Workers:
         """End the trainer ranks; the next call starts new ones."""
         with self._starting["trainer"]:
             for rank in self._trainer or []:
-                rank.end()
+                self._end(rank)
             self._trainer = None
 
     @contextlib.contextmanager
@@ -329,7 +346,7 @@ class Workers:
         names = [f"trainer-{rank}" for rank in range(world)]
         identity = self._identity("TrainerActor")
         if all(name in self._left and self._left[name][1].identity == identity for name in names):
-            return [self._left.pop(name)[0] for name in names]
+            return [self._take(name) for name in names]
         self.say("starting the trainer")
         ranks = [self._actor("TrainerActor", name, fresh=True) for name in names]
         host, port = self.get([ranks[0].call("address")], "the start of the trainer")[0]
@@ -351,7 +368,7 @@ class Workers:
             self.get(start, "the start of the trainer")
         except BaseException:
             for actor in ranks:
-                actor.end()
+                self._end(actor)
             raise
         return ranks
 
@@ -382,11 +399,11 @@ class Workers:
         from miles_core.runtime.fenced import Actor, Terms
 
         identity = self._identity(kind, *arguments)
-        left = self._left.pop(name, None)
+        left = self._left.get(name)
+        if left and left[1].identity == identity and not fresh:
+            return self._take(name)
         if left:
-            if left[1].identity == identity and not fresh:
-                return left[0]
-            left[0].end()
+            self._left.pop(name)[0].end()
         options: dict[str, Any] = {"num_cpus": 0, "concurrency_groups": {"watch": 1}}
         if kind in ("EngineActor", "TrainerActor") and self.device == "cuda":
             options["num_gpus"] = 1
@@ -395,7 +412,19 @@ class Workers:
         idle = 60.0 * self.config.cluster.actor_idle_minutes if self.run else 0.0
         terms = Terms(name, self.epoch, identity, idle, self.faults)
         handle = ray.remote(**options)(getattr(actors, kind)).remote(terms, *arguments)
-        return Actor(name, handle, self.epoch)
+        actor = Actor(name, handle, self.epoch)
+        self._made.append(actor)
+        return actor
+
+    def _end(self, actor: Actor) -> None:
+        actor.end()
+        with contextlib.suppress(ValueError):
+            self._made.remove(actor)
+
+    def _take(self, name: str) -> Actor:
+        actor, _ = self._left.pop(name)
+        self._made.append(actor)
+        return actor
 
     def _identity(self, kind: str, *arguments: Any) -> str:
         config = self._trained_as if kind == "TrainerActor" else self.config
@@ -423,10 +452,6 @@ class Workers:
             return status
         except (self._ray.exceptions.GetTimeoutError, self._ray.exceptions.RayError):
             return None
-
-    def _all(self) -> list[Actor]:
-        scorers = [actor for group in self._scorers.values() for actor in group]
-        return [*(self._engines or []), *(self._parsers or []), *scorers, *(self._trainer or [])]
 
 
 def reason_of(fault: Exception) -> str:

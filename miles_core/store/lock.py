@@ -149,11 +149,15 @@ class RunLock:
         if held is None or held.epoch != self.epoch:
             raise LockLost(_lost(self.run, held))
 
+    def rest(self) -> None:
+        """End the renewal, and a call of `on_beat` that is at work."""
+        self._ended.set()
+        if self._keeper is not None and self._keeper is not threading.current_thread():
+            self._keeper.join()
+
     def release(self) -> None:
         """Give the lock back, if it is still held."""
-        self._ended.set()
-        if self._keeper is not None:
-            self._keeper.join()
+        self.rest()
 
         def change(data: bytes | None) -> bytes | None:
             held = _held(data) if data else None

@@ -14,39 +14,9 @@ from miles_core.store.files import Files
 from miles_core.store.parts import Part, read_table
 from miles_core.training.batch import Conditioning, check_pairs, unmasked
 from miles_core.training.distributed import gather, slice_of, together
+from miles_core.training.messages import UpdateInputs
 from miles_core.training.rows import AdvantageRow, Dynamics, index_rollout, merge, read_advantages, read_samples
 from miles_core.training.step import RankShare
-
-
-@dataclass(frozen=True)
-class UpdateInputs:
-    """Committed parts that one update reads.
-
-    rollout and latents: rows and trajectories, parts of the same names. policy_parts: of policy/init or of the
-    previous update; policy_digest: that policy's. probe: rollout's safetensors file, None for no comparison with the
-    engine. first_global_step: optimizer steps done before.
-    """
-
-    iteration: int
-    rollout: list[Part]
-    latents: list[Part]
-    conditioning: list[Part]
-    advantages: list[Part]
-    policy_parts: list[Part]
-    policy_digest: str
-    probe: Part | None
-    first_global_step: int
-
-
-@dataclass(frozen=True)
-class UpdateResult:
-    """What an update wrote, the same on every rank: `rows` (data/steps.parquet), `parts` beside it (checkpoint,
-    adapter, probe), and the rows once more as `metrics`. policy_digest: of the new policy."""
-
-    parts: list[Part]
-    rows: Part
-    metrics: list[dict[str, Any]]
-    policy_digest: str
 
 
 @dataclass(frozen=True)

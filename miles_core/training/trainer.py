@@ -28,8 +28,9 @@ from miles_core.training import checkpoint as ckpt
 from miles_core.training.batch import not_finite
 from miles_core.training.determinism import make_deterministic
 from miles_core.training.distributed import gather, open_store, rank_mesh, start_process_group, together
-from miles_core.training.inputs import Rollout, UpdateInputs, UpdateResult, rank_share, read_rollout, row_args
+from miles_core.training.inputs import Rollout, rank_share, read_rollout, row_args
 from miles_core.training.lr_schedule import learning_rate
+from miles_core.training.messages import UpdateInputs, UpdateResult
 from miles_core.training.metrics import update_table
 from miles_core.training.model import assign, attach_lora, lora_parameters, shard, whole
 from miles_core.training.optimize import clip_and_step, make_adamw, refuse

@@ -30,6 +30,7 @@ OPTIONS = [
     "--actor-num-gpus-per-node",
     str(RANKS),
     *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--rollout-microgroup-size", "2"),
+    *("--keep-full-checkpoints", "0"),
     *("--diffusion-num-steps", "4", "--num-steps-per-rollout", "2", "--micro-batch-size", "4"),
 ]
 # Each in the second iteration: rollout and rewards pass 8 microgroups an iteration, two ranks two steps.

@@ -17,7 +17,7 @@ from miles_core.rollout.protocol import GenerateRequest, GenerateResult
 from miles_core.store.files import Files
 from miles_core.store.parts import Part, read_bytes, read_table, write_file, write_table
 from miles_core.store.schemas import ADVANTAGES
-from miles_core.training.inputs import UpdateInputs
+from miles_core.training.messages import UpdateInputs
 from miles_core.training.trainer import TrainerRank
 from miles_core.weights.digest import policy_digest
 from miles_core.weights.packing import to_diffusers, to_push, to_safetensors

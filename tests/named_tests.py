@@ -27,3 +27,16 @@ def exists(name: str) -> bool:
 
 def _is_test(node: ast.stmt) -> bool:
     return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
+
+
+@functools.cache
+def told(name: str) -> str:
+    """What is said of a test that exists: its name, its docstring, and those of its class."""
+    path, *names = name.split("::")
+    nodes: list[ast.stmt] = ast.parse((ROOT / path).read_text()).body
+    words = []
+    for wanted in names:
+        node = next(n for n in nodes if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == wanted)
+        words += [wanted, ast.get_docstring(node) or ""]
+        nodes = node.body
+    return "\n".join(words)

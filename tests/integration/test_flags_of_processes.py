@@ -117,9 +117,8 @@ def deterministic(actor):
 
 for epoch, asked in ((1, False), (2, True)):
     with workers(epoch, deterministic_mode=asked) as w:
-        w.engines()
         w._trainer = w._start_trainer()
-        found = w.ray.get([actor.handle.__ray_call__.remote(deterministic) for actor in w._all()])
+        found = w.ray.get([actor.handle.__ray_call__.remote(deterministic) for actor in [*w.engines(), *w._trainer]])
         print("mode", asked, *found)
 """
     lines = driver(home, code)

@@ -100,11 +100,12 @@ class DiffusersEngine:
     def update_weights(self, adapter: bytes, *, lora_alpha: int, lora_rank: int) -> SyncReply:
         """Replace the LoRA by `adapter` (safetensors bytes, PEFT names without `base_model.model.`).
 
-        Raises StageError, and keeps the policy in force, where a tensor is unknown, missing, of another shape or
-        not finite, or where no module takes one.
+        Raises StageError, and keeps the policy in force, where the engine is asleep, a tensor is unknown, missing, of
+        another shape or not finite, or where no module takes one.
         """
         clock = time.perf_counter()
         with self._lock, torch.no_grad():
+            self._awake()
             lora = self._require_lora()
             try:
                 tensors = load_safetensors(adapter)
@@ -120,7 +121,7 @@ class DiffusersEngine:
             return policy_digest(save_safetensors(tensors)) if tensors else ""
 
     def sleep(self) -> None:
-        """Give the device's memory back; `generate` is refused until `wake`."""
+        """Give the device's memory back; `generate` and `update_weights` are refused until `wake`."""
         with self._lock:
             self._move(torch.device("cpu"))
             self._asleep = True
@@ -149,7 +150,7 @@ class DiffusersEngine:
         if self._components is None:
             raise StageError(f"engine {self.name} is not started")
         if self._asleep:
-            raise StageError(f"engine {self.name} is asleep: wake it before it generates")
+            raise StageError(f"engine {self.name} is asleep: wake it before it generates or takes a policy")
         return self._components
 
     def _require_lora(self) -> "_Lora":

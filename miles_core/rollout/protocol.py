@@ -73,7 +73,8 @@ class SyncReply:
 
 
 class RolloutEngine(Protocol):
-    """Verbs of an engine. Each is idempotent where repeating makes sense (sleep, wake, stop)."""
+    """Verbs of an engine. Each is idempotent where repeating makes sense (sleep, wake, stop). An engine that is asleep
+    answers health and checksum, and raises StageError for generate and update_weights."""
 
     def start(self) -> None: ...
 

@@ -62,6 +62,8 @@ def four_steps(model, long_iteration, tmp_path_factory):
     def update(world, split="contiguous", replicas=1):
         options = {"train_dp_split_mode": split, "dp_replicate_size": replicas, "actor_num_gpus_per_node": world}
         assert ranks.start(world, run_config(**FOUR_STEPS, **options)) == [None] * world
+        mesh = (world,) if replicas == 1 else (replicas, world // replicas)
+        assert ranks.call("mesh") == [mesh] * world
         return made, ranks.update(inputs, f"out/{world}-{split}-{replicas}")
 
     yield update

@@ -379,22 +379,6 @@ class TestLora:
 
 
 class TestLifecycle:
-    def test_sleep_and_wake_can_be_repeated(self, engine: DiffusersEngine, folder: Path):
-        """Pitfall 17."""
-        before = engine.generate(REQUEST)
-        engine.sleep()
-        engine.sleep()
-        assert engine.health()
-        with pytest.raises(StageError, match="asleep"):
-            engine.generate(REQUEST)
-        engine.wake()
-        engine.wake()
-        assert equal(engine.generate(REQUEST).outputs[0], before.outputs[0])
-        engine.sleep()
-        push(engine, adapter(folder, 1))
-        engine.wake()
-        assert (images(engine.generate(REQUEST)) - images(before)).abs().max() > 1e-4
-
     def test_start_and_stop_can_be_repeated(self, folder: Path):
         engine = DiffusersEngine(name="e", checkpoint=str(folder), family="sd3", dtype="fp32", device="cpu")
         assert not engine.health()

@@ -6,7 +6,7 @@ import os
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from trained_rollouts import free_port
@@ -133,6 +133,9 @@ def _serve(end: Connection, root: str) -> None:
                 answer = one.start()
             elif verb == "random_state":
                 answer = torch.get_rng_state()
+            elif verb == "mesh":
+                assert one is not None
+                answer = tuple(cast(Any, next(iter(one._parameters.values()))).device_mesh.shape)
             else:
                 assert one is not None
                 files = () if verb == "policy" else (Files(root),)

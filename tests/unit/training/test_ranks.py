@@ -37,6 +37,7 @@ def ranks(world: int = 3, seconds: float = 0.3) -> list[RollCall]:
 
 
 def test_silent_rank_is_named_with_the_place_it_was_last_seen_in() -> None:
+    """(pitfall 31)"""
     first, second, third = ranks()
     second.tell("update: step 2 of 4, forward 4 of 8")
     first.report(PLACE, LOST)

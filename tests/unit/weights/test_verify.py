@@ -42,14 +42,14 @@ def test_engine_that_follows_passes(outputs):
 
 
 def test_engine_that_stayed_behind_is_refused(outputs):
-    """miles 684: a sync that failed silently."""
+    """A sync that failed silently (pitfall 11)."""
     before, after, _ = outputs
     with pytest.raises(StageError, match="does not compute with the new policy"):
         check_probe(before, before, before, after, TOLERANCE)
 
 
 def test_engine_that_stayed_behind_an_update_smaller_than_the_tolerance_is_refused(outputs):
-    """verl 7495: every sync shipped the frozen base, which looked like staleness."""
+    """Every sync shipped the frozen base, which looked like staleness (pitfall 37)."""
     before, _, move = outputs
     after = before + 5e-6 * move
     assert TOLERANCE > relative_distance(after, before) > 1e-6

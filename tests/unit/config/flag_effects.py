@@ -1,0 +1,267 @@
+"""Every option of a run with how its effect is shown. A new option without an entry fails `test_every_flag`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import consumers as see
+from consumers import Place
+
+from miles_core.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Effect:
+    """`to`, the option's other value, changes `shown`, what its consumer makes of the configuration, from `before` to
+    `after`. base: what else both configurations say. derives: options whose own value follows from this one. tests:
+    those that show what it does in the whole. `{}` in a value is the place of the test's files."""
+
+    to: Any
+    shown: Callable[[RunConfig, Place], Any] | None = None
+    before: Any = None
+    after: Any = None
+    base: dict[str, Any] = field(default_factory=dict)
+    derives: tuple[str, ...] = ()
+    tests: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class OneChoice:
+    """An option with a single value so far: any other is refused, never ignored."""
+
+    value: Any
+    refused: Any
+
+
+ENGINE = "tests/unit/rollout/test_diffusers_engine.py::"
+FLAGS_OF_TRAINING = "tests/unit/training/test_flags_of_training.py::"
+TRAINER = "tests/unit/training/test_trainer.py::"
+RANKS = "tests/integration/test_trainer_ranks.py::"
+PROCESSES = "tests/integration/test_flags_of_processes.py::"
+OCR = "tests/integration/test_ocr_reward.py::"
+LOOP = "tests/integration/test_train.py::"
+
+NO_WINDOW = {"diffusion_sde_window_range": None}
+CHOICE = NO_WINDOW | {"diffusion_step_strategy_path": "epoch_global_random_choice"}
+LINEAR = {"lr": 1.0, "lr_decay_style": "linear", "lr_decay_iters": 10}
+WSD = {"lr": 1.0, "lr_decay_style": "WSD", "lr_decay_iters": 10}
+OWN_STD = {"globalize_reward_std": False}
+OCR_RUN = {"rm_type": "ocr", "ocr_det_model_dir": "{}/det", "ocr_rec_model_dir": "{}/rec"}
+
+RUN: dict[str, Effect | OneChoice] = {
+    "run_id": Effect("mine", see.run_name, "tiny", "mine"),
+    "new": Effect(True, see.name_of_a_second_run, "tiny", "tiny-2"),
+    "artifact_root": Effect("{}/else", see.root_of_the_artifacts, "/runs", "/else"),
+    "code_path": Effect("/mine", see.recorded_code_path, "here", "/mine"),
+    "num_rollout": Effect(9, tests=(f"{LOOP}test_a_larger_number_of_iterations_carries_on",)),
+    "keep_full_checkpoints": Effect(
+        3,
+        see.iterations_kept,
+        {"rollout": 5, "update": 2},
+        {"rollout": 5, "update": 3},
+        tests=(
+            "tests/unit/pipeline/test_retention.py::test_older_iterations_lose_what_the_rule_gives_up_and_nothing_else",
+        ),
+    ),
+    "keep_latents_iterations": Effect(7, see.iterations_kept, {"rollout": 5, "update": 2}, {"rollout": 7, "update": 2}),
+}
+
+CLUSTER: dict[str, Effect | OneChoice] = {
+    "actor_num_nodes": Effect(2, tests=(f"{PROCESSES}test_as_many_processes_as_the_options_say",)),
+    "actor_num_gpus_per_node": Effect(2, tests=(f"{PROCESSES}test_as_many_processes_as_the_options_say",)),
+    "rollout_num_engines": Effect(2, tests=(f"{PROCESSES}test_as_many_processes_as_the_options_say",)),
+    "rollout_engine": OneChoice("diffusers", "sglang"),
+    "device": Effect("cuda", see.device, "cpu", "cuda"),
+    "distributed_timeout_minutes": Effect(
+        2.0,
+        see.seconds_of_a_call,
+        600.0,
+        120.0,
+        tests=("tests/integration/test_trainer_faults.py::test_rank_that_hangs_or_dies_is_named_with_the_place",),
+    ),
+    "keep_actors": Effect(True, tests=(f"{PROCESSES}test_actors_are_kept_for_the_next_command_where_that_is_asked",)),
+    "actor_idle_minutes": Effect(
+        1.0, tests=("tests/integration/test_epochs.py::test_nobodys_actors_and_head_end_themselves",)
+    ),
+}
+
+TRAINING: dict[str, Effect | OneChoice] = {
+    "train_backend": OneChoice("fsdp", "megatron"),
+    "fsdp_master_dtype": OneChoice("fp32", "bf16"),
+    "fsdp_reduce_dtype": Effect("bf16", tests=(f"{FLAGS_OF_TRAINING}test_gradients_are_reduced_in_the_dtype_given",)),
+    "diffusion_forward_dtype": Effect(
+        "bf16",
+        tests=(
+            f"{FLAGS_OF_TRAINING}test_the_forward_is_in_the_dtype_given",
+            f"{ENGINE}TestLora::test_bf16_computes_in_bf16_and_reports_the_masters_digest",
+        ),
+    ),
+    "gradient_checkpointing": Effect(
+        True, tests=(f"{FLAGS_OF_TRAINING}test_activations_are_recomputed_where_that_is_asked",)
+    ),
+    "dp_replicate_size": Effect(
+        2,
+        base={"actor_num_gpus_per_node": 2},
+        tests=(f"{RANKS}test_hybrid_sharding_makes_the_same_steps_and_saves_each_tensor_once",),
+    ),
+    "deterministic_mode": Effect(
+        True,
+        tests=(
+            "tests/unit/training/test_determinism.py::test_trainer_stops_at_an_operation_without_a_deterministic_kernel",
+            f"{PROCESSES}test_engines_and_trainer_are_deterministic_where_that_is_asked",
+        ),
+    ),
+}
+
+OPTIMIZER: dict[str, Effect | OneChoice] = {
+    "optimizer": OneChoice("adam", "sgd"),
+    "lr": Effect(0.5, see.rate(0), 0.01, 0.5),
+    "adam_beta1": Effect(0.5, see.adamw("betas", 0), 0.9, 0.5),
+    "adam_beta2": Effect(0.5, see.adamw("betas", 1), 0.999, 0.5),
+    "adam_eps": Effect(1e-4, see.adamw("eps"), 1e-8, 1e-4),
+    "weight_decay": Effect(0.1, see.adamw("weight_decay"), 0.0, 0.1),
+    "clip_grad": Effect(
+        0, see.norm_after_clipping, 1.0, 5.0, tests=(f"{TRAINER}test_gradient_is_clipped_to_the_limit",)
+    ),
+    "lr_decay_style": Effect("linear", see.rate(5), 1.0, 0.5, base={"lr": 1.0, "lr_decay_iters": 10}),
+    "min_lr": Effect(0.5, see.rate(10), 0.0, 0.5, base=LINEAR),
+    "lr_warmup_init": Effect(0.4, see.rate(0), 0.25, 0.55, base={"lr": 1.0, "lr_warmup_iters": 4}),
+    "lr_warmup_iters": Effect(4, see.rate(0), 1.0, 0.25, base={"lr": 1.0}),
+    "lr_warmup_fraction": Effect(0.4, see.rate(0), 1.0, 0.25, base=LINEAR),
+    "lr_decay_iters": Effect(20, see.rate(5), 0.5, 0.75, base=LINEAR),
+    "lr_wsd_decay_iters": Effect(10, see.rate(5), 1.0, 2 * 0.5**0.5 - 1, base=WSD | {"lr_wsd_decay_iters": 4}),
+    "lr_wsd_decay_style": Effect("linear", see.rate(5), 2 * 0.5**0.5 - 1, 0.5, base=WSD | {"lr_wsd_decay_iters": 10}),
+    "seed": Effect(7, tests=(f"{TRAINER}test_init_policy_is_the_seeded_adapter",)),
+}
+
+ROLLOUT: dict[str, Effect | OneChoice] = {
+    "hf_checkpoint": Effect("{}/other-model", lambda c, place: place.inputs(c).checkpoint.name, "model", "other-model"),
+    "diffusion_model_family": Effect("sd3", see.family, "refused", "sd3", base={"hf_checkpoint": "{}/foreign-model"}),
+    "diffusion_step_strategy_path": Effect(
+        "epoch_global_random_choice", see.always_neighbours, True, False, base=NO_WINDOW
+    ),
+    "diffusion_num_steps": Effect(8, see.requested("num_inference_steps"), 6, 8),
+    "diffusion_num_sde_steps": Effect(3, see.steps_an_iteration, 2, 3),
+    "diffusion_sde_window_range": Effect((2, 6), see.all_steps, [0, 1, 2, 3], [2, 3, 4, 5]),
+    "diffusion_sde_candidate_steps": Effect((1, 3, 5), see.all_steps, [0, 1, 2, 3, 4, 5], [1, 3, 5], base=CHOICE),
+    "diffusion_noise_level": Effect(0.5, see.requested("noise_level"), 0.7, 0.5),
+    "diffusion_sde_type": Effect("cps", see.requested("sde_type"), "sde", "cps"),
+    "diffusion_log_prob_no_const": Effect(True, see.log_prob_constants, (False, False), (True, True)),
+    "diffusion_guidance_scale": Effect(2.0, see.requested("guidance_scale"), 4.5, 2.0),
+    "diffusion_negative_prompt": Effect("blurry", see.requested("negative_prompt"), "", "blurry"),
+    "diffusion_height": Effect(80, see.requested("height"), 64, 80),
+    "diffusion_width": Effect(80, see.requested("width"), 64, 80),
+    "diffusion_generator_device": Effect(
+        "cuda", see.requested("generator_device"), "cpu", "cuda", base={"device": "auto"}
+    ),
+    "rollout_microgroup_size": Effect(2, see.outputs_of_the_requests, [4, 4], [2, 2, 2, 2]),
+    "rollout_seed": Effect(
+        7,
+        see.first_seed,
+        42,
+        7,
+        tests=(
+            "tests/unit/data/test_data_source.py::TestOrder::test_the_order_is_the_seeds",
+            "tests/unit/rollout/test_step_strategies.py::"
+            "test_step_seeds_differ_by_iteration_and_by_run_and_stay_the_same_for_ever",
+        ),
+    ),
+    "rollout_parser_num_workers": Effect(2, tests=(f"{PROCESSES}test_as_many_processes_as_the_options_say",)),
+    "rollout_max_retries": Effect(
+        1, tests=(f"{PROCESSES}test_a_dying_engine_is_replaced_as_often_as_the_option_says",)
+    ),
+}
+
+DATA: dict[str, Effect | OneChoice] = {
+    "prompt_data": Effect("{}/q.jsonl", see.first_words, {"p"}, {"q"}),
+    "input_key": Effect("text", see.first_words, {"p"}, {"other"}),
+    "metadata_key": Effect("more", see.own_scorers, {None}, {"jpeg_incompressibility"}),
+    "rollout_batch_size": Effect(2, see.groups_and_samples, (4, 32), (2, 16), derives=("global_batch_size",)),
+    "n_samples_per_prompt": Effect(
+        4,
+        see.groups_and_samples,
+        (4, 32),
+        (4, 16),
+        derives=("global_batch_size",),
+        tests=("tests/unit/algorithms/test_advantages.py::test_one_sample_a_prompt_turns_the_std_off",),
+    ),
+    "global_batch_size": Effect(
+        8,
+        lambda c, place: c.steps_per_rollout,
+        1,
+        4,
+        base={"num_steps_per_rollout": None},
+        derives=("num_steps_per_rollout",),
+        tests=(f"{FLAGS_OF_TRAINING}test_as_many_steps_and_samples_as_the_options_say",),
+    ),
+    "num_steps_per_rollout": Effect(
+        4,
+        lambda c, place: c.global_batch_size,
+        16,
+        8,
+        derives=("global_batch_size",),
+        tests=(f"{FLAGS_OF_TRAINING}test_as_many_steps_and_samples_as_the_options_say",),
+    ),
+    "micro_batch_size": Effect(4, tests=(f"{FLAGS_OF_TRAINING}test_a_ranks_micro_batches_are_those_asked_for",)),
+    "micro_batch_size_sample": Effect(
+        4,
+        base={"micro_batch_size_sample": 2, "micro_batch_size_tstep": 1},
+        tests=(f"{FLAGS_OF_TRAINING}test_a_ranks_micro_batches_are_those_asked_for",),
+    ),
+    "micro_batch_size_tstep": Effect(
+        2,
+        base={"micro_batch_size_sample": 2, "micro_batch_size_tstep": 1},
+        tests=(f"{FLAGS_OF_TRAINING}test_a_ranks_micro_batches_are_those_asked_for",),
+    ),
+    "diffusion_train_iter_order": Effect(
+        "timestep_major", tests=(f"{FLAGS_OF_TRAINING}test_a_ranks_micro_batches_are_those_asked_for",)
+    ),
+    "train_dp_split_mode": Effect("stride", tests=(f"{FLAGS_OF_TRAINING}test_a_rank_takes_the_samples_asked_for",)),
+}
+
+ALGORITHM: dict[str, Effect | OneChoice] = {
+    "loss_type": OneChoice("policy_loss", "nft"),
+    "advantage_estimator": OneChoice("grpo", "gae"),
+    "disable_grpo_std_normalization": Effect(True, see.advantages, [-1, 1, -1, 1], [-0.5, 0.5, -2, 2], base=OWN_STD),
+    "globalize_reward_mean": Effect(True, see.advantages, [-1, 1, -1, 1], [-4.5, -2.5, -0.125, 1.875], base=OWN_STD),
+    "globalize_reward_std": Effect(
+        True, see.advantages, [-1, 1, -1, 1], [-0.21952, 0.21952, -0.87809, 0.87809], base=OWN_STD
+    ),
+    "diffusion_clip_range": Effect(0.1, see.loss("clip_frac"), 2.0, 0.0),
+    "diffusion_adv_clip_max": Effect(2.0, see.loss("adv_mean"), 4.0, 1.0),
+    "diffusion_kl_beta": Effect(0.5, see.loss("kl_share"), 0.04, 0.5),
+    "ref_mode": Effect(
+        "lora_base",
+        lambda c, place: c.ref_mode,
+        "none",
+        "lora_base",
+        base={"diffusion_kl_beta": 0.0},
+        tests=(f"{FLAGS_OF_TRAINING}test_the_reference_is_computed_where_it_is_asked",),
+    ),
+}
+
+REWARD: dict[str, Effect | OneChoice] = {
+    "rm_type": Effect(
+        "jpeg_incompressibility", see.scorer, ("jpeg_compressibility", False), ("jpeg_incompressibility", True)
+    ),
+    "reward_max_retries": Effect(0, see.tries_of_a_failing_score, 3, 1),
+    "ocr_num_workers": Effect(3, tests=(f"{PROCESSES}test_as_many_processes_as_the_options_say",)),
+    "ocr_engine": OneChoice("onnxruntime", "paddle"),
+    "ocr_min_confidence": Effect(
+        0.9, see.confidence, 0.5, 0.9, tests=(f"{OCR}TestReader::test_min_confidence_leaves_lines_out",)
+    ),
+    "ocr_det_model_dir": Effect("{}/other-det", see.ocr_folder(0), "det", "other-det", base=OCR_RUN),
+    "ocr_rec_model_dir": Effect("{}/other-rec", see.ocr_folder(1), "rec", "other-rec", base=OCR_RUN),
+}
+
+LORA: dict[str, Effect | OneChoice] = {
+    "use_lora": OneChoice(True, False),
+    "lora_rank": Effect(4, tests=(f"{FLAGS_OF_TRAINING}test_the_adapter_has_the_rank_scale_and_modules_given",)),
+    "lora_alpha": Effect(4, tests=(f"{FLAGS_OF_TRAINING}test_the_adapter_has_the_rank_scale_and_modules_given",)),
+    "lora_target_modules": Effect(
+        ("attn.to_q",), tests=(f"{FLAGS_OF_TRAINING}test_the_adapter_has_the_rank_scale_and_modules_given",)
+    ),
+    "lora_init_weights": Effect("kaiming", tests=(f"{TRAINER}test_init_policy_is_the_seeded_adapter",)),
+}
+
+EFFECTS = RUN | CLUSTER | TRAINING | OPTIMIZER | ROLLOUT | DATA | ALGORITHM | REWARD | LORA

@@ -13,7 +13,7 @@ from miles_core.pipeline.stage import Product
 from miles_core.pipeline.sync import push
 from miles_core.pipeline.upstream import policy_in_force
 from miles_core.rollout.dispatch import hold
-from miles_core.rollout.protocol import SyncReply
+from miles_core.rollout.protocol import GenerateRequest, SyncReply
 from miles_core.runtime.actors import EngineActor, ParserActor
 from miles_core.runtime.fenced import FencedActor, Terms
 from miles_core.runtime.workers import Workers
@@ -72,8 +72,11 @@ class LocalWorkers:
     def with_engines(self, work: Callable[[Local], Any]) -> list[Any]:
         return [work(engine) for engine in self.engines]
 
-    def parsers(self) -> list[Local]:
-        return [Local(ParserActor(Terms("parser-0", 1, "", 0.0, {})))]
+    def probe(self, engine: Local, request: GenerateRequest) -> Any:
+        return engine.call("probe", request)[0]
+
+    def parse(self, verb: str, *arguments: Any) -> Any:
+        return Local(ParserActor(Terms("parser-0", 1, "", 0.0, {}))).call(verb, *arguments)
 
     def get(self, results: list[Any], what: str) -> list[Any]:
         return results

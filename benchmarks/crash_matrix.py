@@ -3,13 +3,15 @@
     python benchmarks/crash_matrix.py matrix [--jobs 1] [--points a,b] [--victims flow,engine] [--minutes 600]
     python benchmarks/crash_matrix.py random --minutes 20 [--jobs 1] [--seed 0]
 
-matrix: a run of two iterations pauses at the point in its second one, the victim is killed -9, the same command is given
-again until it ends well. random: one process of the run, any, is killed -9 after a random time, again and again. Without
+matrix: a run a victim (with --chunk N: a run for every N points). It pauses at the next point, the victim is killed -9,
+the same command is given again where it ended, and so on from point to point; at the end every digest must be that of an
+undisturbed run. random: one process of the run, any, is killed -9 after a random time, again and again. Without
 --cli the stages run without Prefect, by the same code below it. Writes benchmarks/results/crash_<mode>.json, or into the
 folder that the environment variable OUT names.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -30,13 +32,14 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from miles_core.runtime.faults import POINTS
+from miles_core.runtime.heads import end_left_heads, notes
 from miles_core.store.files import Files
 from miles_core.store.run_store import RunStore
 from miles_core.store.stages import ITERATION_STAGES
 
-ITERATIONS = 2
+# A run of the matrix goes on until it has met all its points; one of random has the first few.
+LONGEST, RANDOM = 12, 2
 OPTIONS = {
-    "num_rollout": ITERATIONS,
     "device": "cpu",
     "rollout_batch_size": 4,
     "n_samples_per_prompt": 4,
@@ -48,23 +51,9 @@ OPTIONS = {
     "actor_num_gpus_per_node": 2,
     "actor_idle_minutes": 3,
 }
-# Passages before the second iteration: 8 microgroups, 2 ranks with 2 steps of 2 forwards and their reference.
-INSIDE_PASSAGE = {
-    "rollout:landed": 11,
-    "rollout:generate": 11,
-    "rollout:write": 11,
-    "rollout:written": 11,
-    "rewards:landed": 11,
-    "rewards:score": 11,
-    "update:forward": 11,
-    "update:after_step": 6,
-    "update:write": 10,
-    "sync:push": 5,
-    "sync:pushed": 5,
-}
 VICTIMS = {
     "flow": "the command itself",
-    "keeper": "the keeper of the Ray head",
+    "keeper": "the process that keeps the Ray head",
     "raylet": "raylet",
     "gcs": "gcs_server",
     "engine": "ray::EngineActor",
@@ -89,52 +78,72 @@ class Outcome:
 
 
 class Case:
-    """One run of its own under a shared home."""
+    """One run, in a home of its own that shares the undisturbed one's model."""
 
-    def __init__(self, home: Path, name: str, cli: bool) -> None:
-        self.home, self.root, self.cli = home, home / "roots" / name, cli
+    def __init__(self, home: Path, name: str, cli: bool, models: Path | None = None) -> None:
+        self.home, self.cli = home / name, cli
+        self.root = self.home / "artifacts"
         self.root.mkdir(parents=True, exist_ok=True)
-        self.log = self.root / "log.txt"
+        self.log = self.home / "log.txt"
+        if models:
+            shutil.copytree(models, self.home / "models")
 
-    def start(self, **variables: str) -> subprocess.Popen:
+    def start(self, iterations: int, **variables: str) -> subprocess.Popen:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MILES_", "RAY_"))}
-        options = OPTIONS | {"run_id": "run", "artifact_root": str(self.root)}
+        options = OPTIONS | {"run_id": "run", "artifact_root": str(self.root), "num_rollout": iterations}
         if self.cli:
             flags = [word for name, value in options.items() for word in ("--" + name.replace("_", "-"), str(value))]
             command = [str(Path(sys.executable).parent / "miles"), "train", "tiny", *flags]
         else:
             command = [sys.executable, __file__, "drive", json.dumps(options)]
+        environment = {"MILES_HOME": str(self.home), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
         with self.log.open("ab") as log:
             return subprocess.Popen(
                 command,
-                env=kept | {"MILES_HOME": str(self.home), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"} | variables,
+                env=kept | environment | variables,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
 
-    def run(self) -> None:
-        process = self.start()
-        if process.wait(PATIENCE_SECONDS):
-            raise SystemExit(self.log.read_text())
+    def processes(self, command: subprocess.Popen) -> dict[str, list[psutil.Process]]:
+        """The run's processes by kind, those that an earlier command left and this one took over included."""
+        found: dict[str, list[psutil.Process]] = {kind: [] for kind in VICTIMS}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found["flow"] = [psutil.Process(command.pid)] if command.poll() is None else []
+        for _, head in notes(self.home / "state"):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found["keeper"] += [psutil.Process(head.keeper[0])] if head.keeper and head.kept else []
+        children = []
+        for one in [*found["keeper"], *found["flow"]]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                children += one.children(recursive=True)
+        for child in dict.fromkeys(children):
+            with contextlib.suppress(psutil.Error):
+                name, title = child.name(), " ".join(child.cmdline())
+                for kind, mark in VICTIMS.items():
+                    if name == mark or (name.startswith("ray::") and title.startswith(mark)):
+                        found[kind].append(child)
+        return found
 
-    def finish(self, process: subprocess.Popen, limit: int = 6) -> int:
-        """Wait for the command and give it again until it ends well; how often it was given in all."""
-        for given in range(1, limit):
-            if wait(process) == 0:
-                return given
-            process = self.start()
-        return limit if wait(process) == 0 else -1
-
-    def digests(self) -> dict[str, str]:
+    def digests(self, iterations: int) -> dict[str, str]:
         store = RunStore(Files(str(self.root)), "run")
         found = {}
-        for iteration in range(ITERATIONS):
+        for iteration in range(iterations):
             for stage in ITERATION_STAGES:
                 manifest = store.on_line(stage, iteration)
                 found[f"{iteration}/{stage}"] = manifest.content_digest if manifest else "missing"
         return found
+
+    def close(self, keep: bool) -> None:
+        """End the run's server, if it has one, and remove the home unless it is to be looked at."""
+        end_left_heads(self.home / "state")
+        if self.cli:
+            miles = Path(sys.executable).parent / "miles"
+            subprocess.run([miles, "down"], env=os.environ | {"MILES_HOME": str(self.home)}, check=False)
+        if not keep:
+            shutil.rmtree(self.home, ignore_errors=True)
 
 
 def wait(process: subprocess.Popen) -> int:
@@ -147,94 +156,85 @@ def wait(process: subprocess.Popen) -> int:
         return -99
 
 
-def victims_of(process: subprocess.Popen) -> dict[str, list[psutil.Process]]:
-    """The processes of a command by kind."""
-    found: dict[str, list[psutil.Process]] = {kind: [] for kind in VICTIMS}
-    try:
-        found["flow"] = [psutil.Process(process.pid)]
-        children = found["flow"][0].children(recursive=True)
-    except psutil.NoSuchProcess:
-        return found
-    for child in children:
-        try:
-            name, words = child.name(), child.cmdline()
-        except psutil.Error:
-            continue
-        if any("miles_core.runtime.keeper" in word for word in words):
-            found["keeper"].append(child)
-        elif name in ("raylet", "gcs_server"):
-            found["raylet" if name == "raylet" else "gcs"].append(child)
-        for kind, title in VICTIMS.items():
-            if name.startswith("ray::") and (words or [name])[0].startswith(title):
-                found[kind].append(child)
-    return found
-
-
-def cell(home: Path, base: dict[str, str], point: str, victim: str, cli: bool) -> Outcome:
-    """One point against one process."""
-    started = time.monotonic()
-    case = Case(home, f"{point}-{victim}".replace(":", "-"), cli)
-    stage, place = point.split(":")
-    boundary = place in ("start", "before_commit", "after_commit", "end")
-    passage = (1 if stage == "policy" else 2) if boundary else INSIDE_PASSAGE[point]
-    counts = case.root / "counts"
+def lane(case: Case, base: dict[str, str], victim: str, points: list[str], until: float) -> list[Outcome]:
+    """One victim at one point after the other, in one run."""
+    counts = case.home / "counts"
     counts.mkdir()
-    process = case.start(MILES_FAULT=f"{point}:{passage}:slow=4", MILES_FAULT_COUNTS=str(counts))
-    reached = counts / f"{point.replace(':', '-')}@-{passage}"
-    while not reached.exists() and process.poll() is None:
-        time.sleep(0.02)
-    there = victims_of(process)[victim]
-    for one in there[:1]:
-        one.kill()
-    commands = case.finish(process)
-    same = case.digests() == base
-    plain = same and reached.exists() and commands <= 2
-    note = "" if plain else case.log.read_text()[-3000:]
-    outcome = Outcome(point, victim, bool(there) and reached.exists(), commands, time.monotonic() - started, same, note)
-    if same:
-        shutil.rmtree(case.root)
-    print(f"{point:<22} {victim:<8} {word(outcome)} ({outcome.seconds:.0f} s)", flush=True)
-    return outcome
+    armed = {"MILES_FAULT": ",".join(f"{p}:armed:slow=2" for p in points), "MILES_FAULT_COUNTS": str(counts)}
+    iterations, outcomes = 2, []
+    process = case.start(iterations, **armed)
+    for point in points:
+        if time.monotonic() > until:
+            break
+        started = time.monotonic()
+        mark = counts / point.replace(":", "-")
+        mark.with_suffix(".armed").touch()
+        while not mark.with_suffix(".reached").exists() and time.monotonic() < started + PATIENCE_SECONDS:
+            if process.poll() is not None:
+                if process.returncode == 0:
+                    iterations = min(iterations + 1, LONGEST)
+                elif outcomes:
+                    outcomes[-1].commands += 1
+                process = case.start(iterations, **armed)
+            time.sleep(0.02)
+        reached = mark.with_suffix(".reached").exists()
+        there = case.processes(process)[victim] if reached else []
+        for one in there[:1]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        outcomes.append(Outcome(point, victim, bool(there), 1, 0.0, True, "" if reached else "never reached"))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5 if there else 0.1)
+        outcomes[-1].seconds = time.monotonic() - started
+        print(f"{point:<22} {victim:<8} {word(outcomes[-1])} ({outcomes[-1].seconds:.0f} s)", flush=True)
+    for _ in range(5):
+        code = wait(process)
+        if code == 0:
+            break
+        outcomes[-1].commands += 1
+        process = case.start(iterations, **armed)
+    found = case.digests(iterations)
+    wrong = [where for where, digest in found.items() if base[where] != digest]
+    for outcome in outcomes:
+        outcome.same = not wrong
+        outcome.note += f" first difference: {wrong[0]}\n{case.log.read_text()[-3000:]}" if wrong else ""
+    print(f"{victim}: {len(outcomes)} points over {iterations} iterations, {wrong or 'the same bits'}", flush=True)
+    case.close(keep=bool(wrong))
+    return outcomes
 
 
 def word(outcome: Outcome) -> str:
     """What became of a case, in a word or two."""
     if not outcome.same:
-        return "DIFFERENT" if outcome.commands > 0 else "NEVER ENDED WELL"
+        return "DIFFERENT"
     if not outcome.found:
-        return "not there"
+        return outcome.note or "not there"
     return "went on" if outcome.commands == 1 else f"resumed {outcome.commands - 1}x"
 
 
-def shake(home: Path, base: dict[str, str], number: int, seed: int, until: float, cli: bool) -> Outcome:
+def shake(case: Case, base: dict[str, str], seed: int, until: float) -> Outcome:
     """One run whose processes are killed at random until it is done."""
-    dice, started, kills = random.Random(seed), time.monotonic(), Counter()
-    case = Case(home, f"random-{number}", cli)
-    commands = 0
-    while commands < 40:
-        process = case.start()
+    dice, started, commands = random.Random(seed), time.monotonic(), 0
+    kills: Counter[str] = Counter()
+    code = 1
+    while code and commands < 40:
+        process = case.start(RANDOM)
         commands += 1
         if time.monotonic() < until:
-            try:
-                process.wait(dice.uniform(1, 30))
-            except subprocess.TimeoutExpired:
-                there = {kind: found for kind, found in victims_of(process).items() if found}
-                kind = dice.choice(sorted(there)) if there else None
-                if kind:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(dice.uniform(1, 40))
+            there = {kind: found for kind, found in case.processes(process).items() if found}
+            if process.poll() is None and there:
+                kind = dice.choice(sorted(there))
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    dice.choice(there[kind]).kill()
                     kills[kind] += 1
-                    try:
-                        dice.choice(there[kind]).kill()
-                    except psutil.NoSuchProcess:
-                        kills[kind] -= 1
-        if wait(process) == 0:
-            break
-    same = case.digests() == base
-    note = f"kills: {dict(kills)}" if same else case.log.read_text()[-1500:]
-    if same:
-        shutil.rmtree(case.root)
-    outcome = Outcome(f"random-{number}", str(dict(kills)), True, commands, time.monotonic() - started, same, note)
-    print(f"run {number}: {commands} commands, {dict(kills)}, {'same' if same else 'DIFFERENT'}", flush=True)
-    return outcome
+        code = wait(process)
+    wrong = [where for where, digest in case.digests(RANDOM).items() if base[where] != digest]
+    note = f"first difference: {wrong[0]}\n{case.log.read_text()[-3000:]}" if wrong else ""
+    print(f"seed {seed}: {commands} commands, {dict(kills)}, {wrong or 'the same bits'}", flush=True)
+    case.close(keep=bool(wrong))
+    return Outcome(f"seed {seed}", json.dumps(kills), True, commands, time.monotonic() - started, not wrong, note)
 
 
 def drive(options: dict) -> int:
@@ -271,44 +271,56 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=20, help="start nothing new after so long")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cli", action="store_true")
+    parser.add_argument("--chunk", type=int, default=len(POINTS), help="points a run of the matrix")
     given = parser.parse_args()
     home = Path(tempfile.mkdtemp(prefix="miles-crash-"))
-    base_case = Case(home, "undisturbed", given.cli)
-    base_case.run()
-    base = base_case.digests()
+    undisturbed = Case(home, "undisturbed", given.cli)
+    longest = LONGEST if given.mode == "matrix" else RANDOM
+    if wait(undisturbed.start(longest)):
+        raise SystemExit(undisturbed.log.read_text())
+    base, models = undisturbed.digests(longest), undisturbed.home / "models"
     assert "missing" not in base.values() and len(set(base.values())) == len(base)
     print(f"undisturbed: {len(base)} stages", flush=True)
     started = time.monotonic()
+    until = started + 60 * given.minutes
     with ThreadPoolExecutor(given.jobs) as pool:
         if given.mode == "matrix":
-            pairs = [(p, v) for p in given.points.split(",") for v in given.victims.split(",")]
-            until = started + 60 * given.minutes
-            found = pool.map(lambda p: cell(home, base, *p, given.cli) if time.monotonic() < until else None, pairs)
-            outcomes = [outcome for outcome in found if outcome]
+            outcomes = matrix(pool, home, models, base, given, until)
         else:
-            outcomes = random_runs(pool, home, base, given, started + 60 * given.minutes)
+            outcomes = random_runs(pool, home, models, base, given, until)
     write(given.mode, outcomes, time.monotonic() - started, given.jobs)
-    if given.cli:
-        subprocess.run([Path(sys.executable).parent / "miles", "down"], env=os.environ | {"MILES_HOME": str(home)})
     good = all(outcome.same for outcome in outcomes)
-    if good:
-        shutil.rmtree(home, ignore_errors=True)
+    undisturbed.close(keep=not good)
     return 0 if good else 1
 
 
+def matrix(
+    pool: ThreadPoolExecutor, home: Path, models: Path, base: dict[str, str], given: argparse.Namespace, until: float
+) -> list[Outcome]:
+    """The lanes of all victims."""
+    points = given.points.split(",")
+    chunks = [points[i : i + given.chunk] for i in range(0, len(points), given.chunk)]
+    jobs = [
+        pool.submit(lane, Case(home, f"{victim}-{n}", given.cli, models), base, victim, chunk, until)
+        for n, chunk in enumerate(chunks)
+        for victim in given.victims.split(",")
+    ]
+    return [outcome for job in jobs for outcome in job.result()]
+
+
 def random_runs(
-    pool: ThreadPoolExecutor, home: Path, base: dict[str, str], given: argparse.Namespace, until: float
+    pool: ThreadPoolExecutor, home: Path, models: Path, base: dict[str, str], given: argparse.Namespace, until: float
 ) -> list[Outcome]:
     """As many runs as fit the time, `jobs` at once."""
 
-    def lane(first: int) -> list[Outcome]:
-        done, number = [], first
+    def some(seed: int) -> list[Outcome]:
+        done = []
         while time.monotonic() < until:
-            done.append(shake(home, base, number, given.seed + number, until, given.cli))
-            number += given.jobs
+            done.append(shake(Case(home, f"seed-{seed}", given.cli, models), base, seed, until))
+            seed += given.jobs
         return done
 
-    return [outcome for found in pool.map(lane, range(given.jobs)) for outcome in found]
+    return [outcome for found in pool.map(some, range(given.seed, given.seed + given.jobs)) for outcome in found]
 
 
 def write(mode: str, outcomes: list[Outcome], seconds: float, jobs: int) -> None:
@@ -325,7 +337,7 @@ def write(mode: str, outcomes: list[Outcome], seconds: float, jobs: int) -> None
             p: {o.victim: word(o) for o in outcomes if o.what == p} for p in dict.fromkeys(o.what for o in outcomes)
         }
     else:
-        figures["kills"] = sum(sum(json.loads(o.victim.replace("'", '"')).values()) for o in outcomes)
+        figures["kills"] = sum(sum(json.loads(o.victim).values()) for o in outcomes)
         figures["runs"] = [asdict(o) for o in outcomes]
     figures["not_same"] = [asdict(o) for o in outcomes if not o.same]
     figures["more_than_one_resume"] = [asdict(o) for o in outcomes if o.same and mode == "matrix" and o.commands > 2]

@@ -2,11 +2,14 @@
 
 `update:after_step:2:kill9` ends the process that is the second to pass that point, counted over all processes of the
 command, once. `@name` after the point counts one actor alone: `update:after_step@trainer-1:1:hang`. Actions: kill9,
-stop (SIGSTOP), hang, error, slow (5 s) or slow=SECONDS.
+stop (SIGSTOP), hang, error, slow (5 s) or slow=SECONDS. With `armed` for n it is the next passage after the file
+<point>.armed (a dash for the colon) lies in the folder that MILES_FAULT_COUNTS names; it is then called .reached.
 """
 
+import atexit
 import os
 import re
+import shutil
 import signal
 import tempfile
 import time
@@ -41,6 +44,7 @@ INSIDE = {
 }
 POINTS = {f"{stage}:{name}": doc for stage in STAGES if stage != "evaluation" for name, doc in BOUNDARIES.items()}
 POINTS |= INSIDE
+_PASSAGE = re.compile(r"armed|[1-9]\d*")
 _ACTION = re.compile(r"kill9|stop|hang|error|slow(=\d+(\.\d+)?)?")
 
 
@@ -50,7 +54,8 @@ class FaultInjected(StageError):
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: the n-th passage of `point`, by the actor `name` alone where it is given."""
+    """One fault: the n-th passage of `point`, by the actor `name` alone where it is given; n 0: the next one after
+    it was armed."""
 
     point: str
     name: str | None
@@ -64,11 +69,11 @@ def parse_faults(text: str) -> list[Fault]:
     for given in filter(None, text.split(",")):
         words = given.split(":")
         point, _, name = ":".join(words[:2]).partition("@")
-        if len(words) != 4 or not words[2].isdecimal() or int(words[2]) < 1 or not _ACTION.fullmatch(words[3]):
+        if len(words) != 4 or not _PASSAGE.fullmatch(words[2]) or not _ACTION.fullmatch(words[3]):
             raise InputError(f"{VARIABLE} {given!r} is no fault: give <stage>:<place>[@actor]:<n>:<action>")
         if point not in POINTS:
             raise InputError(f"{VARIABLE} names no point {point!r}: choose one of {', '.join(sorted(POINTS))}")
-        found.append(Fault(point, name or None, int(words[2]), words[3]))
+        found.append(Fault(point, name or None, 0 if words[2] == "armed" else int(words[2]), words[3]))
     return found
 
 
@@ -78,8 +83,9 @@ def arm() -> dict[str, str]:
         return {}
     parse_faults(os.environ[VARIABLE])
     # Whoever watches the counts from outside names the folder.
-    os.environ.setdefault(_COUNTS, "")
-    os.environ[_COUNTS] = os.environ[_COUNTS] or tempfile.mkdtemp(prefix="miles-faults-")
+    if not os.environ.get(_COUNTS):
+        os.environ[_COUNTS] = tempfile.mkdtemp(prefix="miles-faults-")
+        atexit.register(shutil.rmtree, os.environ[_COUNTS], ignore_errors=True)
     return {name: os.environ[name] for name in (VARIABLE, _COUNTS)}
 
 
@@ -100,10 +106,14 @@ def fault_point(point: str) -> None:
         f for f in parse_faults(os.environ[VARIABLE]) if f.point == point and f.name in (None, os.environ.get(_NAME))
     ]
     for name in sorted({f.name or "" for f in here}):
-        passage = _count(f"{point}@{name}".replace(":", "-"))
-        for fault in here:
-            if (fault.name or "", fault.n) == (name, passage):
+        numbered = [f for f in here if (f.name or "") == name and f.n]
+        passage = _count(f"{point}@{name}".replace(":", "-")) if numbered else 0
+        for fault in numbered:
+            if fault.n == passage:
                 _act(fault)
+    for fault in here:
+        if fault.n == 0 and _disarmed(point.replace(":", "-")):
+            _act(fault)
 
 
 def _count(key: str) -> int:
@@ -116,6 +126,15 @@ def _count(key: str) -> int:
         except FileExistsError:
             continue
         return number
+
+
+def _disarmed(key: str) -> bool:
+    armed = Path(os.environ[_COUNTS], f"{key}.armed")
+    try:
+        armed.rename(armed.with_suffix(".reached"))
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _act(fault: Fault) -> None:

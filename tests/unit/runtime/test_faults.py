@@ -54,6 +54,18 @@ def test_one_actor_is_meant_by_its_name(ask) -> None:
         fault_point("update:forward")
 
 
+def test_an_armed_point_fails_once_and_can_be_armed_again(ask, tmp_path: Path, monkeypatch) -> None:
+    ask("rewards:score:armed:error")
+    monkeypatch.setenv("MILES_FAULT_COUNTS", str(tmp_path))
+    for _ in range(2):
+        fault_point("rewards:score")
+        (tmp_path / "rewards-score.armed").touch()
+        with pytest.raises(FaultInjected):
+            fault_point("rewards:score")
+        assert (tmp_path / "rewards-score.reached").exists()
+    fault_point("rewards:score")
+
+
 def pass_by(environment: dict[str, str]) -> None:
     arm_actor("engine-0", environment)
     for _ in range(3):

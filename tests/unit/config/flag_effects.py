@@ -265,3 +265,30 @@ LORA: dict[str, Effect | OneChoice] = {
 }
 
 EFFECTS = RUN | CLUSTER | TRAINING | OPTIMIZER | ROLLOUT | DATA | ALGORITHM | REWARD | LORA
+
+# What each option's result is in, said once more than in its declaration: a declaration that is forgotten shows.
+STAGES_OF: dict[tuple[str, ...], str] = {
+    (): """run_id new artifact_root code_path num_rollout keep_full_checkpoints keep_latents_iterations actor_num_nodes
+        actor_num_gpus_per_node rollout_num_engines device distributed_timeout_minutes keep_actors actor_idle_minutes
+        dp_replicate_size deterministic_mode rollout_parser_num_workers rollout_max_retries reward_max_retries
+        ocr_num_workers""",
+    ("policy",): "use_lora lora_rank lora_alpha lora_target_modules lora_init_weights",
+    ("policy", "update"): "seed",
+    ("policy", "rollout", "update"): "hf_checkpoint",
+    ("prompts",): "prompt_data input_key metadata_key rollout_batch_size",
+    ("prompts", "rollout"): "rollout_seed",
+    ("prompts", "advantages"): "n_samples_per_prompt",
+    ("rollout",): """rollout_engine diffusion_step_strategy_path diffusion_num_steps diffusion_num_sde_steps
+        diffusion_sde_window_range diffusion_sde_candidate_steps diffusion_noise_level diffusion_sde_type
+        diffusion_guidance_scale diffusion_negative_prompt diffusion_height diffusion_width diffusion_generator_device
+        rollout_microgroup_size""",
+    ("rollout", "update"): "diffusion_forward_dtype diffusion_model_family diffusion_log_prob_no_const",
+    ("rewards",): "rm_type ocr_engine ocr_min_confidence ocr_det_model_dir ocr_rec_model_dir",
+    ("advantages",): """advantage_estimator disable_grpo_std_normalization globalize_reward_mean
+        globalize_reward_std""",
+    ("update",): """train_backend fsdp_master_dtype fsdp_reduce_dtype gradient_checkpointing optimizer lr adam_beta1
+        adam_beta2 adam_eps weight_decay clip_grad lr_decay_style min_lr lr_warmup_init lr_warmup_iters
+        lr_warmup_fraction lr_decay_iters lr_wsd_decay_iters lr_wsd_decay_style global_batch_size num_steps_per_rollout
+        micro_batch_size micro_batch_size_sample micro_batch_size_tstep diffusion_train_iter_order train_dp_split_mode
+        loss_type diffusion_clip_range diffusion_adv_clip_max diffusion_kl_beta ref_mode""",
+}

@@ -9,7 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from consumers import Place
-from flag_effects import EFFECTS, Effect, OneChoice
+from flag_effects import EFFECTS, STAGES_OF, Effect, OneChoice
 from named_tests import exists
 
 from deployments.recipes import recipe
@@ -75,6 +75,12 @@ def test_every_option_has_its_effect_shown() -> None:
     """An option without an entry has none (pitfall 32)."""
     assert set(EFFECTS) == set(FIELDS)
     assert [name for name, effect in CHANGEABLE.items() if effect.shown is None and not effect.tests] == []
+
+
+def test_every_option_declares_the_stages_that_its_result_is_in() -> None:
+    """One that forgets a stage is ignored by every resume (pitfall 32)."""
+    expected = {name: stages for stages, names in STAGES_OF.items() for name in names.split()}
+    assert {name: affects(name) for name in FIELDS} == expected
 
 
 @pytest.mark.parametrize("name", CHANGEABLE)

@@ -18,6 +18,7 @@ from miles_core.pipeline.run import Plan, actors_of, begin_run, inputs_of_run, l
 from miles_core.pipeline.stage import Step
 from miles_core.runtime.faults import arm
 from miles_core.runtime.workers import Workers
+from miles_core.store.files import prove_conditional_put
 from miles_core.store.lock import RunLock
 from miles_core.store.run_store import RunStore
 
@@ -79,7 +80,9 @@ def _holding(
 ) -> Iterator[Session]:
     """The session of a command that moves the line: its actors are the run's, and end with its lock."""
     name = actors_of(store)
-    workers = Workers(config, inputs, home() / "state", TERMINAL.say, run=name, epoch=lock.epoch, faults=faults)
+    workers = Workers(
+        config, inputs, home() / "state", TERMINAL.say, run=name, epoch=lock.epoch, faults=faults, fence=lock.check
+    )
 
     def lost(why: str) -> None:
         print(f"miles: {why}", file=sys.stderr, flush=True)
@@ -103,6 +106,8 @@ def run_session(
     With overrides it is always one of its own, and nothing of it enters the run's record.
     """
     store, config = open_run(run, root)
+    if moves_line:
+        prove_conditional_put(store.files)
     shared = _OPEN.get((store.files.root, run))
     if shared and not overrides:
         yield shared

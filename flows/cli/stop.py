@@ -30,7 +30,9 @@ def stop(
         if not ended:
             print(f"process {held.holder.pid} on {held.holder.host} has not given the run back yet: try again later")
             return 1
-    actors = end_named_actors(actors_of(store)) if os.environ.get("RAY_ADDRESS") else 0
+    now = read_lock(store.files, run)
+    free = now is None or now.released or now.epoch == (held.epoch if held else 0)
+    actors = end_named_actors(actors_of(store)) if os.environ.get("RAY_ADDRESS") and free else 0
     heads = end_left_heads(home() / "state", actors_of(store))
     left = f"{heads} left Ray heads and {actors} left actors ended"
     print(f"run {run}: {'its command ended' if ended else 'no command was training it'}, {left}")
@@ -39,7 +41,7 @@ def stop(
 
 def _end(store: RunStore, held: Held) -> bool:
     """Ask the holder to end and wait for it: whether it gave the run back, or is gone."""
-    request_stop(store.files, store.run)
+    request_stop(store.files, store.run, held.epoch)
     if held.holder.lives_here():
         os.kill(held.holder.pid, signal.SIGTERM)
     deadline, beat, since = time.monotonic() + _PATIENCE_SECONDS, held.beat, time.monotonic()

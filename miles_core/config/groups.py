@@ -46,7 +46,7 @@ class ClusterGroup(Group):
     )
     keep_actors: bool = option(False, "leave Ray and the run's processes to the next command of the same run")
     actor_idle_minutes: float = option(
-        30.0, "processes that a killed command left end when no command has used them for so long", gt=0, le=10_080
+        30.0, "processes that a killed command left end when no command has used them for so long", ge=0.5, le=10_080
     )
 
 

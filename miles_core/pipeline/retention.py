@@ -4,6 +4,7 @@ Crash-safe: the tombstone first, then the files; files that an interrupted pass 
 """
 
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
 
 from miles_core.config import RunConfig
@@ -15,6 +16,8 @@ from miles_core.store.tombstone import Tombstone, read_tombstone, write_tombston
 
 # Longer than any stage takes: an unfinished attempt whose files are older belongs to nobody.
 ABANDONED_SECONDS = 24 * 3600.0
+# What this process has gone over already; the first pass of a command goes over all.
+_PASSED: dict[tuple[str, str, Rule], int] = {}
 
 
 def rules_of(config: RunConfig) -> tuple[Rule, ...]:
@@ -34,7 +37,10 @@ def retain(step: Step) -> None:
 
 
 def _prune(store: RunStore, rule: Rule, at: int) -> Iterator[Tombstone]:
-    for iteration in to_prune(store.iterations(), store.line_iterations(rule.stage), rule.keep, at):
+    key = (store.files.root, store.run, rule)
+    going = to_prune(store.iterations(), store.line_iterations(rule.stage), rule.keep, at)
+    for iteration in going[bisect_left(going, _PASSED.get(key, 0)) :]:
+        _PASSED[key] = iteration
         for name in store.attempts(rule.stage, iteration):
             folder = f"{store.stage_folder(rule.stage, iteration)}/{name}"
             stone = read_tombstone(store.files, folder)
@@ -50,7 +56,12 @@ def _prunable(store: RunStore, rule: Rule, iteration: int, name: str) -> bool:
     """Whether an attempt is finished, or given up: unfinished, beside a committed one, untouched for a day."""
     folder = f"{store.stage_folder(rule.stage, iteration)}/{name}"
     if store.files.exists(f"{folder}/manifest.json"):
-        return store.manifest(rule.stage, iteration, name) is not None
+        made = store.manifest(rule.stage, iteration, name)
+        line = store.on_line(rule.stage, iteration)
+        if made is None or (line and line.attempt == name):
+            return made is not None
+        # A rerun may be about to use what it has just made.
+        return time.time() - made.times["committed_at"] > ABANDONED_SECONDS
     if not store.committed(rule.stage, iteration):
         return False
     written = [f"{folder}/attempt.json", *(f"{folder}/{path}" for path in _listed(store, rule.folders, folder))]

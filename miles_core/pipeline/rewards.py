@@ -56,7 +56,9 @@ def score_behind(step: Step, feed: RolloutFeed) -> Outcome:
             if landed:
                 scoring.put(landed)
             scoring.poll()
-        product, rollout = scoring.finish(), feed.manifest
+        rollout = feed.manifest
+        scoring.check(rollout)
+        product = scoring.finish()
     except UpstreamFailed:
         raise
     except Exception:
@@ -93,6 +95,7 @@ class Scoring:
         self.kept = self._kept()
         self.names = set(self.files.list(attempt.path("data")))
         self.done: list[Part] = []
+        self.scored: list[str] = []
         self.pending: dict[object, Sent] = {}
         self.waiting: list[tuple[Part, int]] = []
         self.outstanding: list[int] = []
@@ -101,6 +104,7 @@ class Scoring:
     def put(self, part: Part) -> None:
         """Take a rollout part: keep what an earlier try scored, else hand it to a scorer."""
         stem = _microgroup(part)
+        self.scored.append(part.content)
         if stem in self.kept:
             kept, digests = self.kept[stem]
             rows = read_table(self.files, part, [ROW_DIGEST]).column(ROW_DIGEST).to_pylist()
@@ -108,6 +112,14 @@ class Scoring:
                 self._finished(kept)
                 return
         self._send(part, 0)
+
+    def check(self, rollout: Manifest) -> None:
+        """Raises StageError where what was scored is not what was committed: another command won the race."""
+        if sorted(self.scored) != sorted(part.content for part in rollout.data):
+            raise StageError(
+                f"{rollout.folder} was committed by another command with other samples than those that were scored; run "
+                "the same command again to score them"
+            )
 
     def poll(self, timeout: float = 0.0) -> None:
         """Take in finished parts. Raises StageError for a part that no scorer could score."""

@@ -12,7 +12,7 @@ from miles_core.errors import StageError, StoreError
 from miles_core.rollout.microgroup import Microgroup
 from miles_core.rollout.parsing import conditioning_id
 from miles_core.rollout.protocol import GenerateRequest, SyncReply
-from miles_core.runtime.roster import reason_of
+from miles_core.runtime.roster import ProcessDied, reason_of
 from miles_core.runtime.workers import Workers
 from miles_core.store.files import Files
 from miles_core.store.parts import Part
@@ -95,7 +95,7 @@ class Dispatcher:
                     raise fault.cause from None
                 if isinstance(fault.cause, WrongPolicy):
                     # It was replaced a moment ago, or by another's hand.
-                    await self._give_policy(engine)
+                    await self._give_policy(index, engine)
                     continue
                 failures.append(f"engine-{index}: {fault.cause or fault}")
             except TimeoutError:
@@ -195,9 +195,12 @@ class Dispatcher:
             if self.workers.engine(index) is dead:
                 await asyncio.to_thread(self._replace, index, dead)
 
-    async def _give_policy(self, engine: Any) -> None:
-        async with self._reviving:
-            await asyncio.to_thread(hold, self.workers, engine, self.files, self.adapter, self.digest)
+    async def _give_policy(self, index: int, engine: Any) -> None:
+        try:
+            async with self._reviving:
+                await asyncio.to_thread(hold, self.workers, engine, self.files, self.adapter, self.digest)
+        except ProcessDied:
+            await self._revive(index, engine)
 
     def _replace(self, index: int, dead: Any) -> None:
         self.workers.replace_engine(index, dead)

@@ -138,11 +138,12 @@ class TrainerActor(FencedActor):
         # Of no use until it has met the other ranks.
         self._dirty = True
 
-    def address(self) -> tuple[str, int]:
-        """Where rank 0 can be met."""
+    def address(self, one_node: bool) -> tuple[str, int]:
+        """Where rank 0 can be met: on loopback where the cluster has one node."""
+        host = "127.0.0.1" if one_node else ray.util.get_node_ip_address()
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return "127.0.0.1", int(probe.getsockname()[1])
+            probe.bind((host, 0))
+            return host, int(probe.getsockname()[1])
 
     def start(self, config: RunConfig, checkpoint: str, family: str, **place: Any) -> None:
         """Join the ranks' process group and load the model."""

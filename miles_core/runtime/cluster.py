@@ -104,7 +104,9 @@ def end_named_actors(namespace: str) -> int:
     try:
         names = ray.util.list_named_actors()
         for name in names:
-            ray.kill(ray.get_actor(name))
+            # It may have ended since it was listed.
+            with contextlib.suppress(ValueError):
+                ray.kill(ray.get_actor(name))
         return len(names)
     finally:
         ray.shutdown()

@@ -56,6 +56,7 @@ class FencedActor:
         self._terms = terms
         self._epoch, self._busy, self._dirty = terms.epoch, "", False
         self._renewed = time.monotonic()
+        self._standing = threading.Lock()
         arm_actor(terms.name, terms.faults)
         one_thread()
         if terms.idle_seconds:
@@ -63,8 +64,9 @@ class FencedActor:
 
     def work(self, epoch: int, verb: str, *arguments: Any, **options: Any) -> Any:
         """Do what the newest command asks. Raises StaleEpoch for an older one."""
-        self._accept(epoch)
-        self._busy, self._dirty = verb, self._dirty or verb in self.changes
+        with self._standing:
+            self._accept(epoch)
+            self._busy, self._dirty = verb, self._dirty or verb in self.changes
         try:
             result = getattr(self, verb)(*arguments, **options)
             self._dirty = self._dirty and verb not in self.changes
@@ -75,14 +77,20 @@ class FencedActor:
     @ray.method(concurrency_group="watch")
     def enter(self, epoch: int, faults: dict[str, str]) -> Status:
         """A new command takes over: older epochs are refused from here on. The actor as it stands."""
-        self._accept(epoch)
         arm_actor(self._terms.name, faults)
         return self.status(epoch)
 
     @ray.method(concurrency_group="watch")
     def status(self, epoch: int) -> Status:
+        with self._standing:
+            self._accept(epoch)
+            return Status(self._terms.identity, self._epoch, self._busy, self._dirty, os.getpid(), self.at())
+
+    @ray.method(concurrency_group="watch")
+    def end(self, epoch: int) -> None:
+        """End this process, whatever it is at, for a command that is not an older one."""
         self._accept(epoch)
-        return Status(self._terms.identity, self._epoch, self._busy, self._dirty, os.getpid(), self.at())
+        os._exit(0)
 
     def at(self) -> str:
         """Where in its work the actor is, in words."""
@@ -121,7 +129,8 @@ class Actor:
         return self.handle.enter.remote(self.epoch, faults)
 
     def end(self, patience: float = 10.0) -> None:
-        """End the actor for good and wait until its process is gone."""
+        """End the actor for good and wait until its process is gone. Raises StaleEpoch where a newer command has it."""
+        self._ask_to_end(patience / 2)
         pid = _pid_here(self.handle)
         with contextlib.suppress(Exception):
             ray.kill(self.handle)
@@ -141,12 +150,22 @@ class Actor:
                 continue
             time.sleep(0.05)
 
+    def _ask_to_end(self, patience: float) -> None:
+        try:
+            ray.get(self.handle.end.remote(self.epoch), timeout=patience)
+        except ray.exceptions.RayTaskError as fault:
+            if isinstance(fault.cause, StaleEpoch):
+                raise fault.cause from None
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            return
+
 
 def _pid_here(handle: Any) -> int | None:
     """The actor's process where it runs on this node, as Ray's own table has it: the actor may not answer."""
     row = ray._private.state.actors(handle._actor_id.hex())
     here = ray.get_runtime_context().get_node_id()
-    return int(row["Pid"]) if row and row["Address"]["NodeID"] == here and row["Pid"] else None
+    lives = bool(row) and row["State"] == "ALIVE" and row["Address"]["NodeID"] == here
+    return int(row["Pid"]) if lives and row["Pid"] else None
 
 
 def one_thread() -> None:

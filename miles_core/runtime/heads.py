@@ -21,6 +21,8 @@ import psutil
 from filelock import FileLock
 
 from miles_core.errors import StageError
+from miles_core.store.digest import canonical_json, sha256_hex
+from miles_core.store.process import machine, start_of
 
 START_SECONDS = 90
 Identity = tuple[int, float]
@@ -29,12 +31,15 @@ Identity = tuple[int, float]
 @dataclass(frozen=True)
 class Head:
     """A head's note. owner: the command that uses it, None where it was left on purpose. run: "" for one that no
-    other command may use. address is empty until it is up."""
+    other command may use. machine: where the process numbers mean something. environment: digest of the variables
+    that its processes inherit and results go by. address is empty until it is up."""
 
     folder: str
     token: str
     run: str
     idle_seconds: float
+    machine: str
+    environment: str
     owner: Identity | None
     keeper: Identity | None = None
     address: str = ""
@@ -50,22 +55,26 @@ class Head:
 
 def identity(pid: int) -> Identity:
     """A process's number and start, which together are no other process's."""
-    return pid, psutil.Process(pid).create_time()
+    return pid, start_of(pid) or 0.0
 
 
 def alive(who: Identity) -> bool:
     """Whether that very process lives."""
-    try:
-        return identity(int(who[0])) == tuple(who) and psutil.Process(int(who[0])).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return start_of(int(who[0])) == who[1]
+
+
+def environment_digest() -> str:
+    """Of the AWS variables: what a head's processes write goes where its own say."""
+    named = sorted((name, value) for name, value in os.environ.items() if name.startswith("AWS_"))
+    return sha256_hex(canonical_json(named))
 
 
 def start_head(state: Path, token: str, run: str, idle_seconds: float) -> tuple[Path, Head]:
     """A new head of this process's, up. Raises StageError with its last lines where it does not come up."""
     folder = Path(tempfile.mkdtemp(prefix="miles-ray-"))
     note = state / f"{folder.name.removeprefix('miles-')}.json"
-    write_note(note, Head(str(folder), token, run, idle_seconds, identity(os.getpid())))
+    mine = identity(os.getpid())
+    write_note(note, Head(str(folder), token, run, idle_seconds, machine(), environment_digest(), mine))
     log = folder / "head.log"
     with log.open("wb") as out:
         keeper = subprocess.Popen(
@@ -77,11 +86,15 @@ def start_head(state: Path, token: str, run: str, idle_seconds: float) -> tuple[
             start_new_session=True,
         )
     deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline and keeper.poll() is None:
-        head = read_note(note)
-        if head and head.address:
-            return note, head
-        time.sleep(0.05)
+    try:
+        while time.monotonic() < deadline and keeper.poll() is None:
+            head = read_note(note)
+            if head and head.address:
+                return note, head
+            time.sleep(0.05)
+    except BaseException:
+        end_head(note)
+        raise
     lines = log.read_text(errors="replace").strip().splitlines()[-5:] if log.exists() else []
     end_head(note)
     raise StageError(f"the Ray head did not start within {START_SECONDS} s: " + " | ".join(lines))
@@ -91,7 +104,8 @@ def adopt_head(state: Path, run: str) -> tuple[Path, Head] | None:
     """The head that a killed command of this run left, or one that was left on purpose; now this process's."""
     with _notes_lock(state):
         for note, head in notes(state):
-            if head.run == run and head.run and head.kept and head.address and not head.used:
+            fits = head.run == run and head.run and head.environment == environment_digest()
+            if fits and head.kept and head.address and not head.used:
                 mine = replace(head, owner=identity(os.getpid()))
                 write_note(note, mine)
                 return note, mine
@@ -136,12 +150,12 @@ def end_left_heads(state: Path, run: str | None = None, *, unkept_only: bool = F
 
 
 def notes(state: Path) -> Iterator[tuple[Path, Head]]:
-    """All notes that can be read; one that cannot is dropped."""
+    """All notes of this machine; one that cannot be read is dropped."""
     for note in sorted(state.glob("ray-*.json")):
         head = read_note(note)
         if head is None:
             note.unlink(missing_ok=True)
-        else:
+        elif head.machine == machine():
             yield note, head
 
 

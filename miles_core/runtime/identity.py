@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import miles_core
 from miles_core.config import RunConfig
+from miles_core.runtime.heads import environment_digest
 from miles_core.store.digest import canonical_json, sha256_hex
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ def actor_identity(kind: str, config: RunConfig, inputs: "Inputs", device: str) 
     """SHA-256 over the actor's class, its configuration, the files it reads, its device and this package's code."""
     fields = {name: value for name, value in config.flat().items() if name not in _OF_THE_COMMAND}
     told = {"kind": kind, "config": repr(sorted(fields.items())), "inputs": inputs.all(), "device": device}
-    return sha256_hex(canonical_json(told | {"code": code_digest()}))
+    return sha256_hex(canonical_json(told | {"code": code_digest(), "environment": environment_digest()}))
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """The process that starts a Ray head and ends it when nobody has used it for a while: python -m …keeper NOTE."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -34,6 +35,7 @@ def main(note: Path) -> None:
         _stay(note, ray, head.idle_seconds)
     finally:
         end_process_group(ray.pid)
+        shutil.rmtree(head.folder, ignore_errors=True)
         left = read_note(note)
         if left and left.keeper == identity(os.getpid()):
             note.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ are idle, clean and made from the same things, and ends the others before it loo
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -42,12 +43,13 @@ class Roster:
         run: str,
         epoch: int,
         faults: dict[str, str] | None,
+        fence: Callable[[], None],
     ) -> None:
         self.config, self.inputs, self.state, self.say = config, inputs, state, say
-        self.run, self.epoch, self.faults = run, epoch, faults or {}
+        self.run, self.epoch, self.faults, self.fence = run, epoch, faults or {}, fence
         self.aborted = False
         self._stack = contextlib.ExitStack()
-        self._connecting = threading.Lock()
+        self._connecting = threading.RLock()
         self._ray: Any = None
         self._head_lives: Callable[[], bool] = lambda: True
         self._left: dict[str, tuple[Actor, Status]] = {}
@@ -103,9 +105,23 @@ class Roster:
         self.aborted = True
         if not self._head_lives():
             return
-        for actor in [*self._made, *(actor for actor, _ in self._left.values())]:
+        actors = [*self._made, *(actor for actor, _ in self._left.values())]
+        if self.run and os.environ.get("RAY_ADDRESS"):
+            self._end_unless_taken_over(actors)
+            return
+        for actor in actors:
             with contextlib.suppress(Exception):
                 self._ray.kill(actor.handle)
+
+    def _end_unless_taken_over(self, actors: list[Actor]) -> None:
+        """On a cluster that others use a newer command may have these very actors: each decides by its epoch, and one
+        that does not answer is ended while the lock is still ours."""
+        calls = {actor.handle.end.remote(actor.epoch): actor for actor in actors}
+        _, silent = self._ray.wait(list(calls), num_returns=len(calls), timeout=5.0) if calls else ([], [])
+        for call in silent:
+            with contextlib.suppress(Exception):
+                self.fence()
+                self._ray.kill(calls[call].handle)
 
     @property
     def device(self) -> str:
@@ -165,7 +181,10 @@ class Roster:
             options |= {"name": name, "lifetime": "detached"}
         idle = 60.0 * self.config.cluster.actor_idle_minutes if self.run else 0.0
         terms = Terms(name, self.epoch, identity, idle, self.faults)
-        handle = ray.remote(**options)(getattr(actors, kind)).remote(terms, *arguments)
+        try:
+            handle = ray.remote(**options)(getattr(actors, kind)).remote(terms, *arguments)
+        except ValueError as fault:
+            raise StageError(f"{name} could not be started: {fault}; run the same command again to resume") from fault
         actor = Actor(name, handle, self.epoch)
         self._made.append(actor)
         return actor
@@ -191,26 +210,43 @@ class Roster:
         """What an actor of this kind would be made from."""
         return actor_identity(kind, config, self.inputs, self.device)
 
+    def expected(self) -> dict[str, str]:
+        """The actors this command may need: names, and what each would be made from."""
+        return {}
+
     def _take_over(self) -> None:
-        """Raise the epoch of every actor that an earlier command left; end those that are busy, dirty or silent."""
+        """Raise the epoch of every actor that an earlier command left; end those that are busy, dirty, silent or of no
+        use. Raises LockLost where a newer command has them."""
         if not self.run:
             return
         from miles_core.runtime.fenced import Actor
 
+        self.fence()
+        expected = self.expected()
         for name in self._ray.util.list_named_actors():
-            actor = Actor(name, self._ray.get_actor(name), self.epoch)
-            status = self._entered(actor)
-            if status is None or status.busy or status.dirty:
-                actor.end()
-            else:
-                self._left[name] = (actor, status)
+            # It may have ended since it was listed.
+            with contextlib.suppress(ValueError):
+                actor = Actor(name, self._ray.get_actor(name), self.epoch)
+                status = self._entered(actor)
+                if status is None or status.busy or status.dirty or status.identity != expected.get(name):
+                    actor.end()
+                else:
+                    self._left[name] = (actor, status)
         if self._left:
             self.say(f"{len(self._left)} processes of an earlier command are taken over")
 
     def _entered(self, actor: Actor) -> Status | None:
+        from miles_core.runtime.fenced import StaleEpoch
+
         try:
             status: Status = self._ray.get(actor.enter(self.faults), timeout=ANSWER_SECONDS)
             return status
+        except self._ray.exceptions.RayTaskError as fault:
+            if isinstance(fault.cause, StaleEpoch):
+                self.fence()
+                # The lock is ours: the run was removed and begun anew, and this is what the old one left.
+                self._ray.kill(actor.handle)
+            return None
         except (self._ray.exceptions.GetTimeoutError, self._ray.exceptions.RayError):
             return None
 

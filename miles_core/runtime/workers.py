@@ -30,7 +30,7 @@ class Workers(Roster):
     """Engines, parsers, scorers and trainer ranks of one run.
 
     run: what names the run's actors, the same for every command that trains it; empty for actors that end with this
-    command. epoch: the lock's. faults: what `faults.arm` returned.
+    command. epoch: the lock's. faults: what `faults.arm` returned. fence: raises LockLost where the lock is lost.
     """
 
     def __init__(
@@ -43,8 +43,9 @@ class Workers(Roster):
         run: str = "",
         epoch: int = 0,
         faults: dict[str, str] | None = None,
+        fence: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(config, inputs, state, say, run=run, epoch=epoch, faults=faults)
+        super().__init__(config, inputs, state, say, run=run, epoch=epoch, faults=faults, fence=fence)
         self._starting = {kind: threading.RLock() for kind in ("engines", "parsers", "scorers", "trainer")}
         self._engines: list[Actor] | None = None
         self._parsers: list[Actor] | None = None
@@ -262,23 +263,25 @@ class Workers(Roster):
         if all(self.left(name, identity) for name in names):
             return [self.take(name) for name in names]
         self.say("starting the trainer")
-        ranks = [self.actor("TrainerActor", name, self._trained_as, fresh=True) for name in names]
-        host, port = self.get([ranks[0].call("address")], "the start of the trainer")[0]
-        start = [
-            actor.call(
-                "start",
-                self._trained_as,
-                str(self.inputs.checkpoint),
-                self.inputs.family,
-                rank=rank,
-                world_size=world,
-                master_address=host,
-                master_port=port,
-                device=device,
-            )
-            for rank, actor in enumerate(ranks)
-        ]
+        ranks: list[Actor] = []
         try:
+            ranks.extend(self.actor("TrainerActor", name, self._trained_as, fresh=True) for name in names)
+            one_node = sum(node["Alive"] for node in self.ray.nodes()) == 1
+            host, port = self.get([ranks[0].call("address", one_node)], "the start of the trainer")[0]
+            start = [
+                actor.call(
+                    "start",
+                    self._trained_as,
+                    str(self.inputs.checkpoint),
+                    self.inputs.family,
+                    rank=rank,
+                    world_size=world,
+                    master_address=host,
+                    master_port=port,
+                    device=device,
+                )
+                for rank, actor in enumerate(ranks)
+            ]
             self.get(start, "the start of the trainer")
         except BaseException:
             for actor in ranks:
@@ -287,6 +290,17 @@ class Workers(Roster):
         return ranks
 
     # Actors
+
+    def expected(self) -> dict[str, str]:
+        cluster, rollout = self.config.cluster, self.config.rollout
+        scorers = self.config.reward.ocr_num_workers if "ocr" in self.inputs.components else 1
+        counts = {
+            ("EngineActor", "engine"): cluster.rollout_num_engines,
+            ("ParserActor", "parser"): rollout.rollout_parser_num_workers,
+            ("RewardActor", "scorer"): scorers,
+            ("TrainerActor", "trainer"): cluster.actor_num_nodes * cluster.actor_num_gpus_per_node,
+        }
+        return {f"{name}-{i}": self.identity(kind, self.config) for (kind, name), n in counts.items() for i in range(n)}
 
     def _say_start(self, what: str, name: str, count: int) -> None:
         if not all(self.left(f"{name}-{i}") for i in range(count)):

@@ -15,10 +15,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import psutil
-
 from miles_core.errors import InputError, StageError, StoreError
 from miles_core.store.files import Files
+from miles_core.store.process import machine, start_of
 
 LEASE_SECONDS = 30.0
 
@@ -38,17 +37,11 @@ class Holder:
 
     @staticmethod
     def this_process() -> "Holder":
-        return Holder(socket.gethostname(), _machine(), os.getpid(), psutil.Process().create_time())
+        return Holder(socket.gethostname(), machine(), os.getpid(), start_of(os.getpid()) or 0.0)
 
     def lives_here(self) -> bool | None:
         """Whether the process lives; None where it belongs to another machine."""
-        if self.machine != _machine():
-            return None
-        try:
-            process = psutil.Process(self.pid)
-            return process.create_time() == self.started and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
+        return start_of(self.pid) == self.started if self.machine == machine() else None
 
 
 @dataclass(frozen=True)
@@ -74,12 +67,14 @@ def read_lock(files: Files, run: str) -> Held | None:
         return None
 
 
-def request_stop(files: Files, run: str) -> None:
-    """Ask the holder, wherever it runs, to end: it sees this at its next renewal."""
+def request_stop(files: Files, run: str, epoch: int) -> None:
+    """Ask the holder of this epoch, wherever it runs, to end: it sees this at its next renewal."""
 
     def change(data: bytes | None) -> bytes | None:
         held = _held(data) if data else None
-        return None if held is None or held.released else _with(held, stop_requested=True).to_bytes()
+        if held is None or held.released or held.epoch != epoch:
+            return None
+        return _with(held, stop_requested=True).to_bytes()
 
     files.edit(_path(run), change)
 
@@ -130,7 +125,7 @@ class RunLock:
                     return
                 except (OSError, StoreError):
                     # The store may be out for a while; `check` decides before anything is committed.
-                    continue
+                    stop = False
                 if stop:
                     on_lost(f"run {self.run} was asked to stop")
                     return
@@ -219,14 +214,6 @@ def _held(data: bytes) -> Held | None:
 
 def _with(held: Held, **changes: Any) -> Held:
     return Held(**{**vars(held), **changes})
-
-
-def _machine() -> str:
-    """This boot of this machine, and its process space: where process numbers mean something."""
-    try:
-        return f"{open('/proc/sys/kernel/random/boot_id').read().strip()}-{os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return f"{socket.gethostname()}-{psutil.boot_time():.0f}"
 
 
 def _name(holder: Holder) -> str:

@@ -250,7 +250,9 @@ class RunStore:
 
         `upstream` may lack products that are not committed yet (rewards behind a running rollout).
         """
-        begun = {"fingerprint": fingerprint, "upstream": {n: m.content_digest for n, m in upstream.items()}}
+        digests = {n: m.content_digest for n, m in upstream.items()}
+        # Who trains and who makes a stage again beside the line never write into one folder.
+        begun = {"fingerprint": fingerprint, "upstream": digests, "line": self.epoch is not None}
         number = 0
         while True:
             number += 1

@@ -61,7 +61,7 @@ def pids_of(lines: list[list[str]]) -> list[int]:
     return [int(word) for line in lines if line[0] == "pids" for word in line[1:]]
 
 
-def wait(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -114,7 +114,7 @@ with workers(2, rollout_parser_num_workers=2, actor_idle_minutes=30.0) as w:
 
 
 def test_nobodys_actors_and_head_end_themselves(home: Path) -> None:
-    left = pids_of(driver(home, LEAVE, "0.1", returncode=-9))
+    left = pids_of(driver(home, LEAVE, "0.5", returncode=-9))
     head = psutil.Process(left[0]).parent()
     assert head is not None and head.is_running()
     wait(lambda: not any(psutil.pid_exists(pid) for pid in left))

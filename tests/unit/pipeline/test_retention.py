@@ -1,5 +1,6 @@
 """Pruning by rule: what goes, what is said of it afterwards, and what a crash in the middle leaves."""
 
+import json
 import os
 import time
 from pathlib import Path
@@ -140,6 +141,12 @@ def test_attempts_beside_the_line_go_too_and_unfinished_ones_only_when_they_were
     first = line(run, "rollout", 0)
     beside = run.stage(run.step(0, moves_line=False, diffusion_noise_level=0.5), "rollout").manifest
     assert beside.folder != first.folder and line(run, "rollout", 0) == first
+    retain(run.step(3, **KEEP))
+    assert store.files.list(f"{beside.folder}/latents"), "what a rerun has just made may be in use"
+    aged = json.loads(store.files.read(f"{beside.folder}/manifest.json"))
+    aged["times"]["committed_at"] -= retention.ABANDONED_SECONDS + 60
+    store.files.replace(f"{beside.folder}/manifest.json", json.dumps(aged).encode())
+    retention._PASSED.clear()
     young, old = (store.open_attempt("rollout", 0, mark * 64, {}, resumable=True) for mark in "ab")
     alone = store.open_attempt("rollout", 1, "c" * 64, {}, resumable=True)
     for attempt in (young, old):

@@ -14,12 +14,14 @@ from miles_core.runtime.heads import (
     Head,
     adopt_head,
     end_left_heads,
+    environment_digest,
     identity,
     leave_head,
     notes,
     read_note,
     write_note,
 )
+from miles_core.store.process import machine
 
 GONE = (2**22 + 1, 0.0)
 
@@ -35,7 +37,9 @@ def sleeper(tmp_path: Path):
 
 def head(tmp_path: Path, **changes: object) -> Path:
     note = tmp_path / "state" / "ray-x.json"
-    made = Head(str(tmp_path / "head"), "token", "run-1", 60.0, GONE, None, "127.0.0.1:1")
+    made = Head(
+        str(tmp_path / "head"), "token", "run-1", 60.0, machine(), environment_digest(), GONE, None, "127.0.0.1:1"
+    )
     write_note(note, replace(made, **changes))  # type: ignore[arg-type]
     return note
 
@@ -86,6 +90,28 @@ def test_a_head_that_is_not_whole_or_belongs_to_nobody_is_not_taken_over(
     head(tmp_path, **({"keeper": identity(sleeper.pid)} | changes))
     assert adopt_head(tmp_path / "state", "run-1") is None
     assert adopt_head(tmp_path / "state", "") is None
+
+
+@pytest.mark.parametrize("changes", [{"machine": "another"}, {"environment": "other keys"}])
+def test_another_machines_head_or_one_with_other_credentials_is_not_taken_over(
+    tmp_path: Path, sleeper, changes: dict
+) -> None:
+    """A folder may be shared by machines and containers, and a renewed token reaches no process that runs."""
+    head(tmp_path, **({"keeper": identity(sleeper.pid)} | changes))
+    assert adopt_head(tmp_path / "state", "run-1") is None
+
+
+def test_another_machines_head_is_never_ended_from_here(tmp_path: Path, sleeper) -> None:
+    note = head(tmp_path, machine="another")
+    assert end_left_heads(tmp_path / "state") == 0
+    assert sleeper.poll() is None and note.exists()
+
+
+def test_the_credentials_are_in_the_note_as_a_digest_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = environment_digest()
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "very-secret")
+    assert environment_digest() != before
+    assert "very-secret" not in head(tmp_path).read_text()
 
 
 def test_a_note_is_for_its_user_alone(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ import psutil
 import pytest
 from roots import Root
 
-from miles_core.errors import InputError
+from miles_core.errors import InputError, StoreError
 from miles_core.store.files import Files
 from miles_core.store.lock import Held, Holder, LockLost, RunLock, read_lock, request_stop
+from miles_core.store.process import start_of
 
 LEASE = 0.6
 
@@ -149,11 +150,40 @@ def test_a_holder_is_asked_to_stop(files: Files) -> None:
     held.take()
     lost: list[str] = []
     held.keep(on_beat=lambda: None, on_lost=lost.append)
-    request_stop(files, "run")
+    request_stop(files, "run", 1)
     wait(lambda: lost)
     assert lost == ["run run was asked to stop"]
     held.release()
     assert read_lock(files, "run").released  # type: ignore[union-attr]
+
+
+def test_a_stop_is_for_the_holder_that_was_seen(files: Files) -> None:
+    held = lock(files)
+    held.take()
+    request_stop(files, "run", 7)
+    assert not read_lock(files, "run").stop_requested  # type: ignore[union-attr]
+
+
+def test_the_processes_go_on_being_renewed_while_the_store_is_out(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = lock(files)
+    held.take()
+    beats: list[int] = []
+
+    def out(*_: object) -> None:
+        raise StoreError("no answer")
+
+    monkeypatch.setattr(RunLock, "_renew", out)
+    held.keep(on_beat=lambda: beats.append(1), on_lost=lambda why: None)
+    wait(lambda: len(beats) >= 2)
+    held.release()
+
+
+def test_a_process_is_known_by_a_start_that_no_clock_moves() -> None:
+    ticks = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19]
+    assert start_of(os.getpid()) == float(ticks)
+    assert start_of(2**22 + 1) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"null", b"[]", b'{"epoch": 3}'])
@@ -165,7 +195,8 @@ def test_a_lock_that_cannot_be_read_keeps_nobody_out(files: Files, content: byte
 
 def test_a_zombie_is_dead(files: Files) -> None:
     process = subprocess.Popen([sys.executable, "-c", "pass"])
-    started = psutil.Process(process.pid).create_time()
+    started = start_of(process.pid)
+    assert started is not None
     while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
     write(files, Held(1, replace(Holder.this_process(), pid=process.pid, started=started), "beat", 3600))

@@ -1,12 +1,14 @@
 """Attempts, manifests, the Cached rule, the line."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from roots import Root
 
 from miles_core.errors import InputError
+from miles_core.store.lock import LockLost
 from miles_core.store.manifest import Manifest, fingerprint, stage_digest
 from miles_core.store.parts import Part, write_file
 from miles_core.store.run_store import RunStore, check_run_id, runs
@@ -203,3 +205,25 @@ def test_rows_count_by_place_and_content_and_never_by_name(folder: str) -> None:
     assert digest(("conditioning/a.parquet", "a")) != digest(("conditioning/b.parquet", "a"))
     both = digest(("data/0-1.parquet", "a"), ("latents/0-1.parquet", "b"))
     assert both != digest(("data/0-1.parquet", "b"), ("latents/0-1.parquet", "a"))
+
+
+def test_who_trains_and_who_reruns_never_write_into_one_folder(store: RunStore) -> None:
+    training = replace(store, epoch=3)
+    beside = store.open_attempt("rollout", 0, "f" * 64, {}, resumable=True)
+    mine = training.open_attempt("rollout", 0, "f" * 64, {}, resumable=True)
+    assert mine.folder != beside.folder
+    assert replace(store, epoch=4).open_attempt("rollout", 0, "f" * 64, {}, resumable=True) == mine
+    assert store.open_attempt("rollout", 0, "f" * 64, {}, resumable=True) == beside
+
+
+def test_a_command_of_an_older_epoch_does_not_move_the_line(store: RunStore) -> None:
+    """A zombie: paused while another took the run over, it finds its manifest useless and the line as it was."""
+    store.create_record({"recipe": "tiny", "config": {}, "meaning": {}, "epoch": 1})
+    made = commit(store, "a")
+    old, new = replace(store, epoch=1), replace(store, epoch=2)
+    new.update_record(lambda record: record | {"epoch": 2})
+    with pytest.raises(LockLost, match="taken over by another command"):
+        old.move_line(made)
+    assert store.on_line("advantages", 0) is None
+    new.move_line(made)
+    assert store.on_line("advantages", 0) == made

@@ -219,34 +219,6 @@ def test_two_commands_do_not_train_one_run(place: Place, trained: str) -> None:
     assert "run the same command again to resume" in output
 
 
-def test_an_engine_a_scorer_and_a_parser_killed_in_the_middle_change_nothing(place: Place, trained: str) -> None:
-    """kill -9 of one of two engines, of the scorer and of the parser while the rollout goes on: replaced, and the same rows."""
-    arguments = ["train", "tiny", "--num-rollout", "1", "--run-id", "faults", "--rollout-num-engines", "2"]
-    process = subprocess.Popen(
-        [MILES, *arguments], env=place.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    folder = place.home / "artifacts/faults/iteration=000000/stage=rollout"
-    killed: dict[str, int] = {}
-    deadline = time.monotonic() + 240
-    while len(killed) < 3 and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.02)
-        if not list(folder.glob("*/attempt.json")):
-            continue
-        for actor in psutil.Process(process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                name, title = actor.name(), " ".join(actor.cmdline())
-                kind = next((k for k in ("Engine", "Reward", "Parser") if name.startswith(f"ray::{k}")), None)
-                if kind and kind not in killed and f"{kind}Actor.__init__" not in title:
-                    actor.kill()
-                    killed[kind] = actor.pid
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    assert set(killed) == {"Engine", "Reward", "Parser"}
-    mine, other = place.digests("faults", 1), place.digests("tiny", 1)
-    assert {k: v for k, v in mine.items() if k != "0/sync"} == {k: v for k, v in other.items() if k != "0/sync"}
-    assert place.on_line("faults", 0, "sync").rows == 2
-
-
 def test_the_ocr_recipe_runs_on_two_ranks(place: Place, trained: str) -> None:
     output = place.miles("train", "tiny-ocr", "--num-rollout", "1", "--actor-num-gpus-per-node", "2")
     policy = place.on_line("tiny-ocr", -1, "policy").content_digest

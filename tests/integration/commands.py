@@ -1,5 +1,6 @@
 """Commands as a user gives them, in a home of their own, and what they left in the store."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -47,6 +48,18 @@ class Place:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MILES_", "RAY_"))}
         return kept | {"MILES_HOME": str(self.home), "PYTHONUNBUFFERED": "1"} | self.variables
 
+    def ray_processes(self) -> set[int]:
+        """Heads of this home's commands, others of this machine left out."""
+        found = set()
+        for process in psutil.process_iter(["name"]):
+            with contextlib.suppress(psutil.Error):
+                if process.info["name"] in ("raylet", "gcs_server") and self._is_home_of(process):
+                    found.add(process.pid)
+        return found
+
+    def _is_home_of(self, process: psutil.Process) -> bool:
+        return process.environ().get("MILES_HOME") == str(self.home)
+
     @property
     def artifacts(self) -> str:
         return self.root or str(self.home / "artifacts")
@@ -76,9 +89,3 @@ class Place:
             for tensor, value in from_safetensors(data).items():
                 found[f"{name}:{tensor}"] = f"{value.dtype} {tuple(value.shape)}".encode() + value.numpy().tobytes()
         return found
-
-
-def ray_processes() -> set[int]:
-    """Heads of any user of this machine."""
-    names = ("raylet", "gcs_server")
-    return {p.pid for p in psutil.process_iter(["name"]) if p.info["name"] in names}

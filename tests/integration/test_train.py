@@ -19,7 +19,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from commands import MILES, Place, ray_processes
+from commands import MILES, Place
 
 from miles_core.rollout.microgroup import joined, microgroups
 from miles_core.store.parts import read_bytes, read_table
@@ -105,10 +105,10 @@ def test_no_row_is_lost_or_doubled_and_seeds_differ(place: Place, trained: str) 
 
 
 def test_a_finished_run_is_found_done_and_starts_nothing(place: Place, trained: str) -> None:
-    before, started = ray_processes(), time.monotonic()
+    before, started = place.ray_processes(), time.monotonic()
     output = place.miles("train", "tiny", "--num-rollout", "2")
     assert time.monotonic() - started < 30
-    assert ray_processes() == before
+    assert place.ray_processes() == before
     assert output.count(": reused") == 2
     assert "computed " not in output
 
@@ -162,7 +162,7 @@ def test_a_larger_number_of_iterations_carries_on(place: Place, trained: str) ->
 
 def test_killed_in_the_middle_of_a_rollout_it_ends_with_the_same_bits(place: Place, trained: str) -> None:
     """kill -9 of the whole command once the first part has landed; the same command again."""
-    before = ray_processes()
+    before = place.ray_processes()
     arguments = ["train", "tiny", "--num-rollout", "1", "--run-id", "killed"]
     process = subprocess.Popen([MILES, *arguments], env=place.environment(), stdout=subprocess.DEVNULL)
     folder = place.home / "artifacts/killed/iteration=000000/stage=rollout"
@@ -173,7 +173,7 @@ def test_killed_in_the_middle_of_a_rollout_it_ends_with_the_same_bits(place: Pla
     process.wait()
     assert parts
     assert not list(folder.glob("*/manifest.json"))
-    left = ray_processes() - before
+    left = place.ray_processes() - before
     assert left
     kept = {p: p.read_bytes() for p in folder.glob("*/data/*.parquet")}
     for described in folder.glob("*/conditioning/*.parquet"):
@@ -181,7 +181,7 @@ def test_killed_in_the_middle_of_a_rollout_it_ends_with_the_same_bits(place: Pla
     output = place.miles(*arguments)
     assert re.search(r"rollout +computed", output)
     assert "processes of an earlier command are taken over" in output
-    assert not ray_processes() & left
+    assert not place.ray_processes() & left
     assert all(p.read_bytes() == data for p, data in kept.items())
     mine, other = place.digests("killed", 1), place.digests("tiny", 1)
     assert mine == other
@@ -291,7 +291,7 @@ def test_interrupted_it_ends_what_it_started_and_says_how_to_go_on(place: Place,
     while not list(folder.glob("*/attempt.json")) and time.monotonic() < deadline:
         time.sleep(0.05)
     own = {p.pid for p in psutil.Process(process.pid).children(recursive=True)}
-    assert own & ray_processes()
+    assert own & place.ray_processes()
     process.send_signal(getattr(signal, name))
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 1, output

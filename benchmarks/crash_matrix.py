@@ -1,6 +1,6 @@
 """Every fault point against every process, and random kills: does the run end with the bits of an undisturbed one?
 
-    python benchmarks/crash_matrix.py matrix [--jobs 1] [--points a,b] [--victims flow,engine] [--minutes 600]
+    python benchmarks/crash_matrix.py matrix [--jobs 1] [--points a,b] [--victims flow,engine] [--minutes 600] [--afresh]
     python benchmarks/crash_matrix.py random --minutes 20 [--jobs 1] [--seed 0]
 
 matrix: a run a victim (with --chunk N: a run for every N points). It pauses at the next point, the victim is killed -9,
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -80,11 +80,14 @@ class Outcome:
 class Case:
     """One run, in a home of its own that shares the undisturbed one's model."""
 
-    def __init__(self, home: Path, name: str, cli: bool, models: Path | None = None) -> None:
+    def __init__(self, home: Path, name: str, cli: bool) -> None:
         self.home, self.cli = home / name, cli
         self.root = self.home / "artifacts"
-        self.root.mkdir(parents=True, exist_ok=True)
         self.log = self.home / "log.txt"
+
+    def make(self, models: Path | None = None) -> None:
+        """Its folders, with the models given."""
+        self.root.mkdir(parents=True, exist_ok=True)
         if models:
             shutil.copytree(models, self.home / "models")
 
@@ -156,8 +159,11 @@ def wait(process: subprocess.Popen) -> int:
         return -99
 
 
-def lane(case: Case, base: dict[str, str], victim: str, points: list[str], until: float) -> list[Outcome]:
+def lane(case: Case, models: Path, base: dict[str, str], victim: str, points: list[str], until: float) -> list[Outcome]:
     """One victim at one point after the other, in one run."""
+    if time.monotonic() > until:
+        return []
+    case.make(models)
     counts = case.home / "counts"
     counts.mkdir()
     armed = {"MILES_FAULT": ",".join(f"{p}:armed:slow=2" for p in points), "MILES_FAULT_COUNTS": str(counts)}
@@ -271,10 +277,12 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=20, help="start nothing new after so long")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cli", action="store_true")
+    parser.add_argument("--afresh", action="store_true", help="matrix: also the cells that the results have")
     parser.add_argument("--chunk", type=int, default=len(POINTS), help="points a run of the matrix")
     given = parser.parse_args()
     home = Path(tempfile.mkdtemp(prefix="miles-crash-"))
     undisturbed = Case(home, "undisturbed", given.cli)
+    undisturbed.make()
     longest = LONGEST if given.mode == "matrix" else RANDOM
     if wait(undisturbed.start(longest)):
         raise SystemExit(undisturbed.log.read_text())
@@ -285,75 +293,111 @@ def main() -> int:
     until = started + 60 * given.minutes
     with ThreadPoolExecutor(given.jobs) as pool:
         if given.mode == "matrix":
-            outcomes = matrix(pool, home, models, base, given, until)
+            good = matrix(pool, home, models, base, given, until)
         else:
-            outcomes = random_runs(pool, home, models, base, given, until)
-    write(given.mode, outcomes, time.monotonic() - started, given.jobs)
-    good = all(outcome.same for outcome in outcomes)
+            good = random_runs(pool, home, models, base, given, until)
     undisturbed.close(keep=not good)
     return 0 if good else 1
 
 
 def matrix(
     pool: ThreadPoolExecutor, home: Path, models: Path, base: dict[str, str], given: argparse.Namespace, until: float
-) -> list[Outcome]:
-    """The lanes of all victims."""
-    points = given.points.split(",")
-    chunks = [points[i : i + given.chunk] for i in range(0, len(points), given.chunk)]
-    jobs = [
-        pool.submit(lane, Case(home, f"{victim}-{n}", given.cli, models), base, victim, chunk, until)
-        for n, chunk in enumerate(chunks)
-        for victim in given.victims.split(",")
-    ]
-    return [outcome for job in jobs for outcome in job.result()]
+) -> bool:
+    """The lanes of all victims over the points they have not met; whether all ended with the same bits."""
+    lanes = [] if given.afresh or not target("matrix").exists() else json.loads(target("matrix").read_text())["lanes"]
+    met = {(point, one["victim"]) for one in lanes for point in one["cells"] if one["same_bits"]}
+    jobs = {}
+    for victim in given.victims.split(","):
+        points = [point for point in given.points.split(",") if (point, victim) not in met]
+        for n in range(0, len(points), given.chunk):
+            case = Case(home, f"{victim}-{n}", given.cli)
+            jobs[pool.submit(lane, case, models, base, victim, points[n : n + given.chunk], until)] = victim
+    good = True
+    for job in as_completed(jobs):
+        if outcomes := job.result():
+            lanes.append(lane_report(jobs[job], outcomes, given.jobs))
+            good = good and all(outcome.same for outcome in outcomes)
+            write("matrix", matrix_figures(lanes), lanes=lanes)
+    return good
+
+
+def lane_report(victim: str, outcomes: list[Outcome], jobs: int) -> dict[str, object]:
+    """What the results keep of a lane."""
+    return {
+        "victim": victim,
+        "same_bits": all(outcome.same for outcome in outcomes),
+        "minutes": round(sum(outcome.seconds for outcome in outcomes) / 60, 1),
+        "jobs": jobs,
+        "commit": commit(),
+        "cells": {outcome.what: word(outcome) for outcome in outcomes},
+        "notes": [outcome.note for outcome in outcomes if not outcome.same][:1],
+    }
+
+
+def matrix_figures(lanes: list[dict]) -> dict[str, object]:
+    """The matrix so far: of each victim how many points, and what became of it there."""
+    cells = {(point, one["victim"]): (what, one["same_bits"]) for one in lanes for point, what in one["cells"].items()}
+    table = {}
+    for victim in VICTIMS:
+        words = Counter(what for (_, killed), (what, _) in cells.items() if killed == victim)
+        table[victim] = dict(sorted(words.items()))
+    return {
+        "cells": len(cells),
+        "of": len(POINTS) * len(VICTIMS),
+        "same_bits": sum(same for _, same in cells.values()),
+        "table": table,
+    }
 
 
 def random_runs(
     pool: ThreadPoolExecutor, home: Path, models: Path, base: dict[str, str], given: argparse.Namespace, until: float
-) -> list[Outcome]:
+) -> bool:
     """As many runs as fit the time, `jobs` at once."""
 
     def some(seed: int) -> list[Outcome]:
         done = []
         while time.monotonic() < until:
-            done.append(shake(Case(home, f"seed-{seed}", given.cli, models), base, seed, until))
+            case = Case(home, f"seed-{seed}", given.cli)
+            case.make(models)
+            done.append(shake(case, base, seed, until))
             seed += given.jobs
         return done
 
-    return [outcome for found in pool.map(some, range(given.seed, given.seed + given.jobs)) for outcome in found]
-
-
-def write(mode: str, outcomes: list[Outcome], seconds: float, jobs: int) -> None:
-    """The figures, and for the matrix a table."""
-    figures: dict[str, object] = {
-        "cases": len(outcomes),
-        "same_bits": sum(o.same for o in outcomes),
-        "commands": sum(o.commands for o in outcomes),
-        "minutes": round(seconds / 60, 1),
-        "jobs": jobs,
+    outcomes = [outcome for found in pool.map(some, range(given.seed, given.seed + given.jobs)) for outcome in found]
+    figures = {
+        "runs": len(outcomes),
+        "same_bits": sum(outcome.same for outcome in outcomes),
+        "commands": sum(outcome.commands for outcome in outcomes),
+        "kills": sum(sum(json.loads(outcome.victim).values()) for outcome in outcomes),
+        "minutes": round((time.monotonic() - until) / 60 + given.minutes, 1),
     }
-    if mode == "matrix":
-        figures["table"] = {
-            p: {o.victim: word(o) for o in outcomes if o.what == p} for p in dict.fromkeys(o.what for o in outcomes)
-        }
-    else:
-        figures["kills"] = sum(sum(json.loads(o.victim).values()) for o in outcomes)
-        figures["runs"] = [asdict(o) for o in outcomes]
-    figures["not_same"] = [asdict(o) for o in outcomes if not o.same]
-    figures["more_than_one_resume"] = [asdict(o) for o in outcomes if o.same and mode == "matrix" and o.commands > 2]
+    write("random", figures, runs=[asdict(outcome) for outcome in outcomes])
+    return all(outcome.same for outcome in outcomes)
+
+
+def target(mode: str) -> Path:
+    """Where the results lie."""
+    return Path(os.environ.get("OUT") or Path(__file__).parent / "results") / f"crash_{mode}.json"
+
+
+def commit() -> str:
+    """The commit that runs."""
+    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def write(mode: str, figures: dict[str, object], **more: object) -> None:
+    """The figures, and how they were made."""
     report = {
         "figures": figures,
         "command": " ".join(["python benchmarks/crash_matrix.py", *sys.argv[1:]]),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip(),
+        "commit": commit(),
         "machine": f"{os.cpu_count()} CPU cores, Python {platform.python_version()}",
         "date": time.strftime("%Y-%m-%d"),
     }
-    target = Path(os.environ.get("OUT") or Path(__file__).parent / "results") / f"crash_{mode}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"{figures['same_bits']} of {figures['cases']} cases ended with the same bits; {target.name}", flush=True)
+    target(mode).parent.mkdir(parents=True, exist_ok=True)
+    target(mode).write_text(json.dumps(report | more, indent=1) + "\n")
+    print(json.dumps(figures), flush=True)
 
 
 if __name__ == "__main__":

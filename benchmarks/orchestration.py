@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from flows.cli.server import end_server, ensure_server
+from miles_core.config.forms import grouped
 from miles_core.store.files import Files
 from miles_core.store.manifest import Manifest
 from miles_core.store.parts import read_table
@@ -111,7 +112,7 @@ def main() -> int:
     train_module.__dict__["run_iteration"] = iteration
     options = {"num_rollout": given.iterations, "rollout_num_engines": ENGINES, "run_id": "run"}
     try:
-        result = train_module.train(recipe="tiny", overrides=options)
+        result = train_module.train(recipe="tiny", options=grouped(options))
     finally:
         end_server()
     store = RunStore(Files(result["artifact_root"]), "run")

@@ -1,5 +1,7 @@
 """One RL iteration: prompts → rollout → rewards → advantages → update → sync."""
 
+from collections.abc import Callable
+from types import FunctionType
 from typing import Any, cast
 
 from prefect import flow
@@ -58,3 +60,18 @@ def iteration(run: str, iteration: int, artifact_root: str | None = None) -> Non
         commit(sync_weights, step, update)
         log_iteration(step, made, scored, update)
         retain(step)
+
+
+def iteration_of(number: int) -> Callable[..., None]:
+    """The flow `iteration`, known to a flow that calls it by the iteration's number.
+
+    Prefect matches the calls of a flow that is tried again with those of its first try by function and order alone; a
+    function of its own keeps each iteration's calls together, also where finished ones are passed over.
+    """
+    plain = cast(FunctionType, iteration.fn)
+    one = FunctionType(plain.__code__, plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__)
+    one.__doc__, one.__annotations__, one.__module__ = plain.__doc__, plain.__annotations__, plain.__module__
+    one.__qualname__ = f"iteration_{number}"
+    same: Any = {"name": iteration.name, "flow_run_name": iteration.flow_run_name, "task_runner": iteration.task_runner}
+    made: Callable[..., None] = flow(**same)(one)
+    return made

@@ -10,7 +10,7 @@ from typing import Any
 
 from deployments.recipes import recipe as build_recipe
 from miles_core.config import RunConfig
-from miles_core.config.folders import home
+from miles_core.config.folders import code_path, home
 from miles_core.config.overrides import from_mapping
 from miles_core.observe.terminal import Terminal
 from miles_core.pipeline.inputs import Inputs
@@ -64,7 +64,7 @@ def train_session(recipe: str, overrides: dict[str, Any]) -> Iterator[Session]:
     planned = plan(recipe, overrides)
     with line_lock(planned.store, TERMINAL.say) as (store, lock):
         planned = replace(planned, store=store)
-        begin_run(planned, recipe, planned.config.run.code_path or os.getcwd())
+        begin_run(planned, recipe, code_path(planned.config))
         with _holding(planned.config, planned.inputs, store, lock, faults) as session:
             key = (store.files.root, store.run)
             _OPEN[key] = session

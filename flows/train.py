@@ -1,45 +1,51 @@
 """A whole run: iterations until num_rollout, each a flow of its own."""
 
 import time
-from typing import Any
+from typing import Annotated, Any
 
 from prefect import flow
 from prefect.runtime import flow_run
+from pydantic import Field
 
-from flows.iteration import iteration as run_iteration
+from deployments.recipes import RECIPES
+from flows.iteration import iteration_of
 from flows.session import train_session
+from miles_core.config.forms import NONE, Options, changes_of
 from miles_core.pipeline.budget import disk_line
 from miles_core.pipeline.iteration import finished
 
 
 def _name() -> str:
     given = flow_run.parameters
-    return f"{(given.get('overrides') or {}).get('run_id') or given['recipe']} · train"
+    return f"{changes_of(given.get('options')).get('run_id') or given['recipe']} · train"
 
 
-@flow(name="train", flow_run_name=_name)
-def train(recipe: str = "tiny", overrides: dict[str, Any] | None = None) -> dict[str, Any]:
+Recipe = Annotated[str, Field(json_schema_extra={"enum": list(RECIPES)})]
+
+
+@flow(name="train", flow_run_name=_name, validate_parameters=False)
+def train(recipe: Recipe = "tiny", options: Options = NONE) -> dict[str, Any]:
     """Train from a recipe, or carry the run on where it stands.
 
     Args:
-        recipe: name of a recipe in deployments/recipes.
-        overrides: options by name, e.g. {"num_rollout": 5, "lr": 0.001}; the same names as the command line's.
+        recipe: what is trained: a recipe of deployments/recipes.
+        options: options by concern; those left out are as the recipe has them.
     """
     started = time.monotonic()
-    with train_session(recipe, overrides or {}) as session:
+    with train_session(recipe, changes_of(options)) as session:
         run, root = session.store.run, session.store.files.root
         total = session.config.run.num_rollout
         print(f"run {run} · {total} iterations · artifacts {session.store.files.url(run)}", flush=True)
         reused = 0
         for number in range(total):
-            if flow_run.run_count == 1 and finished(session.step(number)):
+            if finished(session.step(number)):
                 print(f"iteration {number}: reused", flush=True)
                 reused += 1
                 continue
             if reused == number:
                 print(disk_line(session.step(number)), flush=True)
             print(f"iteration {number}", flush=True)
-            run_iteration(run=run, iteration=number, artifact_root=root)
+            iteration_of(number)(run=run, iteration=number, artifact_root=root)
         seconds = time.monotonic() - started
         print(f"run {run} is done: {total - reused} iterations computed, {reused} reused, {seconds:.1f} s", flush=True)
         return {"run": run, "artifact_root": root, "iterations": total, "reused": reused}

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import httpx
 import typer
 
-from flows.cli import config, down, make_tiny, rerun, runs, show, stop, train
+from flows.cli import config, down, make_tiny, rerun, runs, show, stop, train, up
 from miles_core.errors import InputError, StageError
 from miles_core.store.files import DamagedError
 
@@ -32,6 +32,7 @@ app.command("runs")(runs.runs)
 app.command("config", context_settings=ANY_FLAGS)(config.config)
 app.command("make-tiny")(make_tiny.make_tiny)
 app.command("stop")(stop.stop)
+app.command("up")(up.up)
 app.command("down")(down.down)
 
 

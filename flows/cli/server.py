@@ -1,22 +1,19 @@
 """The Prefect server a command talks to: PREFECT_API_URL, or a local one on loopback, found or started."""
 
-import json
 import os
-import secrets
 import socket
-import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
-import psutil
 from filelock import FileLock
 
-from miles_core.config.folders import home
+from flows.cli.background import Background
 from miles_core.errors import InputError, StageError
-from miles_core.runtime.heads import end_process_group
+from miles_core.store.digest import sha256_hex
+
+SERVER = Background("server")
 
 _START_SECONDS = 90
 
@@ -28,26 +25,33 @@ QUIET = {
 }
 
 
-def ensure_server() -> str:
+def ensure_server(database: str | None = None, host: str = "127.0.0.1", port: int | None = None) -> str:
     """The server's API address, put into the environment before Prefect is imported.
 
-    Raises InputError where PREFECT_API_URL does not answer, StageError where a local server does not start.
+    `database` (an SQLAlchemy address, such as postgresql+asyncpg://user:password@host/name), `host` and `port` are those of
+    a local server that is started; one that runs must have them. Raises InputError where PREFECT_API_URL does not answer or
+    a running server differs, StageError where a local server does not start.
     """
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     given = os.environ.get("PREFECT_API_URL")
     if given:
+        if database or port:
+            raise InputError("--database and --port are a local server's: unset PREFECT_API_URL to start one")
         if not _answers(given):
             raise InputError(
                 f"no Prefect server answers at PREFECT_API_URL {given}: start it, or unset the variable to use a local one"
             )
         return given
-    folder = home() / "prefect"
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / "server.lock"):
-        url = _running(folder) or _start(folder)
+    SERVER.folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(SERVER.folder / "server.lock"):
+        url = _running()
+        if url:
+            _check_as_asked(url, database, host, port)
+        else:
+            url = _start(database, host, port)
     os.environ["PREFECT_API_URL"] = url
-    os.environ.setdefault("PREFECT_HOME", str(folder))
+    os.environ.setdefault("PREFECT_HOME", str(SERVER.folder))
     return url
 
 
@@ -58,55 +62,50 @@ def ui_address(api: str) -> str:
 
 def end_server() -> bool:
     """End the local server that a command started; False where none runs."""
-    folder = home() / "prefect"
-    record = _record(folder)
-    if record is None:
-        return False
-    end_process_group(record["pid"])
-    (folder / "server.json").unlink(missing_ok=True)
-    return True
+    return SERVER.end()
 
 
-def _record(folder: Path) -> dict[str, Any] | None:
-    try:
-        record: dict[str, Any] = json.loads((folder / "server.json").read_text())
-        alive = psutil.Process(record["pid"]).create_time() == record["created"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError, psutil.NoSuchProcess):
-        return None
-    return record if alive else None
+def _check_as_asked(url: str, database: str | None, host: str, port: int | None) -> None:
+    record = SERVER.record() or {}
+    asked = sha256_hex(database.encode()) if database else None
+    running = urlsplit(url)
+    other_place = (port and port != running.port) or (host != "127.0.0.1" and record.get("host") != host)
+    if other_place or (database and asked != record.get("database")):
+        raise InputError(f"a local Prefect server runs at {url} with other settings: end it with `miles down` first")
 
 
-def _running(folder: Path) -> str | None:
-    record = _record(folder)
+def _running() -> str | None:
+    record = SERVER.record()
     if record is None:
         return None
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:
         if _answers(record["url"]):
             return str(record["url"])
+        if SERVER.record() is None:
+            return None
         time.sleep(0.2)
-    end_process_group(record["pid"])
-    return None
+    raise StageError(
+        f"the local Prefect server at {record['url']} lives and has not answered for {_START_SECONDS} s: wait and try "
+        f"again, or end it with `miles down`; its log is {SERVER.log}"
+    )
 
 
-def _start(folder: Path) -> str:
+def _start(database: str | None, host: str, port: int | None) -> str:
     print("starting a local Prefect server …", flush=True)
-    port = _free_port()
-    url = f"http://127.0.0.1:{port}/api"
+    port = _free_port((port,), host) if port else _free_port((4200, 0), host)
+    url = f"http://{_reached_at(host)}:{port}/api"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
-    environment |= QUIET | {"PREFECT_HOME": str(folder), "PREFECT_API_URL": url, "MILES_SERVER": secrets.token_hex(4)}
-    with (folder / "server.log").open("ab") as log:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)],
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            cwd=folder,
-        )
-    entry = {"pid": server.pid, "created": psutil.Process(server.pid).create_time(), "url": url}
-    (folder / "server.json").write_text(json.dumps(entry))
+    environment |= QUIET | {"PREFECT_HOME": str(SERVER.folder), "PREFECT_API_URL": url}
+    if host != "127.0.0.1":
+        # Browsers elsewhere reach the API where they reach the page.
+        environment["PREFECT_UI_API_URL"] = "/api"
+    if database:
+        environment["PREFECT_API_DATABASE_CONNECTION_URL"] = database
+    command = [sys.executable, "-m", "prefect", "server", "start", "--host", host, "--port", str(port)]
+    server = SERVER.start(
+        command, environment, url=url, host=host, database=sha256_hex(database.encode()) if database else None
+    )
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:
         if server.poll() is not None:
@@ -114,9 +113,12 @@ def _start(folder: Path) -> str:
         if _answers(url):
             return url
         time.sleep(0.1)
-    end_process_group(server.pid)
-    (folder / "server.json").unlink(missing_ok=True)
-    raise StageError(f"the local Prefect server did not start within {_START_SECONDS} s: see {folder / 'server.log'}")
+    SERVER.end()
+    raise StageError(f"the local Prefect server did not start within {_START_SECONDS} s: see {SERVER.log}")
+
+
+def _reached_at(host: str) -> str:
+    return "127.0.0.1" if host == "0.0.0.0" else host
 
 
 def _answers(url: str) -> bool:
@@ -126,13 +128,17 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _free_port() -> int:
-    """4200 if it is free, as people expect it, else any."""
-    for wanted in (4200, 0):
+def _free_port(wanted: tuple[int, ...], host: str) -> int:
+    """The first of the wanted ports that is free; 0 is any. Raises InputError."""
+    for port in wanted:
         with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind(("127.0.0.1", wanted))
-            except OSError:
+                probe.bind((host, port))
+            except (OSError, OverflowError) as fault:
+                failure = fault
                 continue
             return int(probe.getsockname()[1])
-    raise StageError("no free port for the local Prefect server")
+    raise InputError(
+        f"--host {host} --port {wanted[0]} cannot be listened on ({failure}): give another, or leave them out"
+    )

@@ -6,6 +6,7 @@ import typer
 
 from flows.cli.server import ensure_server, ui_address
 from flows.session import plan
+from miles_core.config.forms import grouped
 from miles_core.config.overrides import from_environment, from_flags
 from miles_core.errors import InputError
 
@@ -26,4 +27,4 @@ def train(
     print(f"Prefect UI {ui_address(api)}", flush=True)
     from flows.train import train as train_flow
 
-    train_flow(recipe=recipe, overrides=overrides)
+    train_flow(recipe=recipe, options=grouped(overrides))

@@ -29,6 +29,12 @@ def home() -> Path:
     return local_path(os.environ.get("MILES_HOME") or str(user_data_path("miles")), "MILES_HOME")
 
 
+def code_path(config: RunConfig) -> str:
+    """The folder a user's own modules are found in: the configuration's, MILES_CODE_PATH (a worker has it: where `miles up`
+    was given), else where the command was given."""
+    return config.run.code_path or os.environ.get("MILES_CODE_PATH") or os.getcwd()
+
+
 def artifact_root(config: RunConfig | None = None, given: str | None = None) -> str:
     """The root of all runs, a folder's absolute path or s3://bucket[/prefix]: given, the configuration's, MILES_ARTIFACT_ROOT,
     else under home(). Raises InputError for what is neither."""

@@ -16,7 +16,7 @@ class RunGroup(Group):
         None, "folder of all runs, or s3://BUCKET/PREFIX; unset: MILES_ARTIFACT_ROOT, else the user's data folder"
     )
     code_path: Text | None = option(
-        None, "folder the user's own modules are found in; unset: where the command is given"
+        None, "folder the user's own modules are found in; unset: where the command, or `miles up`, was given"
     )
     num_rollout: int = option(1, "iterations of the whole run; a larger number later carries on", ge=1, le=1_000_000)
     keep_full_checkpoints: int = option(

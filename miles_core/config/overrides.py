@@ -33,7 +33,7 @@ def from_flags(tokens: Sequence[str]) -> dict[str, Any]:
         elif name.startswith("no_") and name[3:] in FIELDS and _is_switch(name[3:]) and not equals:
             changes[name[3:]] = False
         else:
-            _check_known(name, token)
+            check_known(name, token)
             changes[name] = value if equals else _take(token, rest)
     return changes
 
@@ -45,7 +45,7 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         if not variable.startswith(ENVIRONMENT_PREFIX):
             continue
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-        _check_known(name, f"environment variable {variable}")
+        check_known(name, f"environment variable {variable}")
         changes[name] = _switch(name, value) if _is_switch(name) else value
     return changes
 
@@ -53,11 +53,12 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 def from_mapping(values: Mapping[str, Any]) -> dict[str, Any]:
     """Changes given as flow parameters, by field name."""
     for name in values:
-        _check_known(name.replace("-", "_"), f"override {name!r}")
+        check_known(name.replace("-", "_"), f"override {name!r}")
     return {name.replace("-", "_"): value for name, value in values.items()}
 
 
-def _check_known(name: str, what: str) -> None:
+def check_known(name: str, what: str) -> None:
+    """Raises InputError, naming `what` and the nearest there is, where `name` is no field."""
     if name in FIELDS:
         return
     if not_yet(name) or (name.startswith("no_") and not_yet(name[3:])):

@@ -59,6 +59,7 @@ def iteration(run: str, iteration: int, artifact_root: str | None = None) -> Non
         update = commit(update_policy, step, made, advantages, policy)
         commit(sync_weights, step, update)
         log_iteration(step, made, scored, update)
+        session.rewards[iteration] = scored.summary["reward_mean"]
         retain(step)
 
 

@@ -27,13 +27,14 @@ TERMINAL = Terminal()
 
 class Session:
     """One run in this process. Workers start when a stage first needs them and end with the session. `lock` is the
-    run's where this command moves its line."""
+    run's where this command moves its line; `rewards` holds the mean of each iteration that it computed."""
 
     def __init__(
         self, config: RunConfig, inputs: Inputs, store: RunStore, workers: Workers, lock: RunLock | None
     ) -> None:
         self.config, self.inputs, self.store, self.workers, self.lock = config, inputs, store, workers, lock
         self.terminal = TERMINAL
+        self.rewards: dict[int, float] = {}
 
     def step(self, iteration: int, *, moves_line: bool = True, flow_run_id: str | None = None) -> Step:
         return Step(
@@ -52,19 +53,19 @@ class Session:
 _OPEN: dict[tuple[str, str], Session] = {}
 
 
-def plan(recipe: str, overrides: dict[str, Any]) -> Plan:
+def plan(recipe: str, overrides: dict[str, Any], begun_by: str | None = None) -> Plan:
     """Recipe and changes to a checked plan; nothing is written. Raises InputError."""
-    return plan_run(build_recipe(recipe).replace(**from_mapping(overrides)), recipe)
+    return plan_run(build_recipe(recipe).replace(**from_mapping(overrides)), recipe, begun_by)
 
 
 @contextlib.contextmanager
-def train_session(recipe: str, overrides: dict[str, Any]) -> Iterator[Session]:
+def train_session(recipe: str, overrides: dict[str, Any], flow_run_id: str | None = None) -> Iterator[Session]:
     """The session of a train run; run.json is written here."""
     faults = arm()
-    planned = plan(recipe, overrides)
+    planned = plan(recipe, overrides, flow_run_id)
     with line_lock(planned.store, TERMINAL.say) as (store, lock):
         planned = replace(planned, store=store)
-        begin_run(planned, recipe, code_path(planned.config))
+        begin_run(planned, recipe, code_path(planned.config), flow_run_id)
         with _holding(planned.config, planned.inputs, store, lock, faults) as session:
             key = (store.files.root, store.run)
             _OPEN[key] = session

@@ -11,8 +11,11 @@ from deployments.recipes import RECIPES
 from flows.iteration import iteration_of
 from flows.session import train_session
 from miles_core.config.forms import NONE, Options, changes_of
+from miles_core.config.overrides import as_flags
+from miles_core.observe.terminal import iteration_line
 from miles_core.pipeline.budget import disk_line
 from miles_core.pipeline.iteration import finished
+from tasks.failure import told
 
 
 def _name() -> str:
@@ -31,12 +34,14 @@ def train(recipe: Recipe = "tiny", options: Options = NONE) -> dict[str, Any]:
         recipe: what is trained: a recipe of deployments/recipes.
         options: options by concern; those left out are as the recipe has them.
     """
-    started = time.monotonic()
-    with train_session(recipe, changes_of(options)) as session:
+    started, changes = time.monotonic(), changes_of(options)
+    name = changes.get("run_id") or recipe
+    command = f"miles train {recipe} {as_flags(changes)}".rstrip()
+    with told(f"run {name}", name, command), train_session(recipe, changes, flow_run.id) as session:
         run, root = session.store.run, session.store.files.root
         total = session.config.run.num_rollout
         print(f"run {run} · {total} iterations · artifacts {session.store.files.url(run)}", flush=True)
-        reused = 0
+        reused, took = 0, list[float]()
         for number in range(total):
             if finished(session.step(number)):
                 print(f"iteration {number}: reused", flush=True)
@@ -45,7 +50,10 @@ def train(recipe: Recipe = "tiny", options: Options = NONE) -> dict[str, Any]:
             if reused == number:
                 print(disk_line(session.step(number)), flush=True)
             print(f"iteration {number}", flush=True)
+            begun = time.monotonic()
             iteration_of(number)(run=run, iteration=number, artifact_root=root)
+            took.append(time.monotonic() - begun)
+            print(iteration_line(number, total, took, session.rewards), flush=True)
         seconds = time.monotonic() - started
         print(f"run {run} is done: {total - reused} iterations computed, {reused} reused, {seconds:.1f} s", flush=True)
         return {"run": run, "artifact_root": root, "iterations": total, "reused": reused}

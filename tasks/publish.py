@@ -17,12 +17,14 @@ from miles_core.store.manifest import Manifest
 def publish(outcome: Outcome, files: Files) -> Manifest:
     """Tell what became of a stage. A reused one ends in the state Cached: Prefect takes a state that a task returns
     as the task's own, and its data as the result."""
-    line = stage_line(outcome)
+    line, m = stage_line(outcome), outcome.manifest
     print(line, flush=True)
     if FlowRunContext.get() is not None:
         get_run_logger().info(line.strip())
         create_markdown_artifact(
-            _markdown(outcome, files), key=_key(outcome.manifest), description=" ".join(line.split())
+            _markdown(outcome, files),
+            key=key_of(m.run, m.stage),
+            description=" ".join(line.split()),
         )
     if outcome.reused:
         return cast(Manifest, Completed(name="Cached", data=outcome.manifest))
@@ -35,8 +37,9 @@ def commit(stage: Any, *arguments: Any) -> Manifest:
     return manifest
 
 
-def _key(manifest: Manifest) -> str:
-    return re.sub(r"[^a-z0-9-]+", "-", f"{manifest.run}-{manifest.stage}".lower())
+def key_of(run: str, what: str) -> str:
+    """The key under which the UI collects a run's artifacts of a kind."""
+    return re.sub(r"[^a-z0-9-]+", "-", f"{run}-{what}".lower())
 
 
 def _markdown(outcome: Outcome, files: Files) -> str:

@@ -57,6 +57,18 @@ def from_mapping(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name.replace("-", "_"): value for name, value in values.items()}
 
 
+def as_flags(changes: Mapping[str, Any]) -> str:
+    """Changes as a person writes them behind a command, quoted for a shell; the inverse of `from_flags`."""
+    words = []
+    for name, value in changes.items():
+        if _is_switch(name) and str(value).lower() in _TRUE | _FALSE:
+            words.append(flag(name) if str(value).lower() in _TRUE else f"--no-{flag(name)[2:]}")
+        else:
+            text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            words.append(f"{flag(name)} {shlex.quote(text)}")
+    return " ".join(words)
+
+
 def check_known(name: str, what: str) -> None:
     """Raises InputError, naming `what` and the nearest there is, where `name` is no field."""
     if name in FIELDS:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -47,6 +49,32 @@ def bytes_text(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def seconds_text(seconds: float) -> str:
+    """A duration as people write it: 8.1 s, 12 min, 3 h 05 min."""
+    if seconds < 99.95:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def iteration_line(number: int, total: int, took: Sequence[float], rewards: Mapping[int, float]) -> str:
+    """One line after an iteration: its seconds, the mean reward and how it moved, and when the run will be done.
+
+    took: seconds of this command's iterations so far. The first one starts all processes, so what is left is
+    estimated from the median of the others' newest ten.
+    """
+    text = f"iteration {number} done in {seconds_text(took[-1])}"
+    if number in rewards:
+        before = [rewards[i] for i in sorted(rewards) if i < number]
+        moved = f" ({rewards[number] - before[-1]:+.4f})" if before else ""
+        text += f" · reward {rewards[number]:.4f}{moved}"
+    left = total - number - 1
+    if left:
+        usual = statistics.median(list(took[1:])[-10:] or took)
+        text += f" · {left} to go, about {seconds_text(left * usual)}"
+    return text
 
 
 def stage_line(outcome: Outcome) -> str:

@@ -38,14 +38,15 @@ def meaning_of(config: RunConfig, inputs: Inputs) -> dict[str, Any]:
     return {"fields": plain, "inputs": inputs.all()}
 
 
-def plan_run(config: RunConfig, recipe: str) -> Plan:
-    """Check inputs, name and meaning. Raises InputError where the same name means something else already."""
+def plan_run(config: RunConfig, recipe: str, begun_by: str | None = None) -> Plan:
+    """Check inputs, name and meaning. `begun_by` is the flow run that asks: where --new began a run for it before, that
+    run is meant. Raises InputError where the same name means something else already."""
     name = check_run_id(config.run.run_id or recipe)
     files = Files(artifact_root(config))
     prove_conditional_put(files)
     inputs = resolve_inputs(config)
     if config.run.new:
-        name = _free_name(files, name)
+        name = _new_name(files, name, begun_by)
     store = RunStore(files, name)
     record = _record(store)
     meaning = meaning_of(config, inputs)
@@ -107,8 +108,8 @@ def actors_of(store: RunStore) -> str:
     return f"miles-{sha256_hex(store.files.url(store.run).encode())[:12]}"
 
 
-def begin_run(plan: Plan, recipe: str, code_path: str) -> None:
-    """Write run.json of a new run, or the configuration in force of one that is carried on."""
+def begin_run(plan: Plan, recipe: str, code_path: str, begun_by: str | None = None) -> None:
+    """Write run.json of a new run, or the configuration in force of one that is carried on. `begun_by`: its flow run."""
     config = _absolute(plan.config).model_dump(mode="json")
     if plan.store.create_record(
         {
@@ -116,6 +117,7 @@ def begin_run(plan: Plan, recipe: str, code_path: str) -> None:
             "config": config,
             "meaning": plan.meaning,
             "code_path": code_path,
+            "begun_by": begun_by,
             "versions": library_versions(),
             "epoch": plan.store.epoch,
         }
@@ -167,9 +169,15 @@ def existing_iteration(store: RunStore, given: str) -> int:
     return int(given)
 
 
-def _free_name(files: Files, name: str) -> str:
-    candidates = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
-    return next(c for c in candidates if RunStore(files, c).record() is None and not RunStore(files, c).begun())
+def _new_name(files: Files, name: str, begun_by: str | None) -> str:
+    """The first of name, name-2, name-3 … that is free, or that this flow run began."""
+    for number in itertools.count(1):
+        store = RunStore(files, name if number == 1 else f"{name}-{number}")
+        record = store.record()
+        mine = record is not None and begun_by is not None and record.get("begun_by") == begun_by
+        if mine or (record is None and not store.begun()):
+            return store.run
+    raise AssertionError
 
 
 def _difference(then: dict[str, Any], now: dict[str, Any]) -> list[str]:

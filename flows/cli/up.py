@@ -18,9 +18,8 @@ def up(
     from flows.cli.worker import POOL, deploy, ensure_automations, ensure_worker
 
     print(f"Prefect UI {ui_address(api)}", flush=True)
-    names = deploy(api)
-    print(f"deployments {', '.join(names)}", flush=True)
-    print(f"automations {', '.join(ensure_automations())}", flush=True)
     started = ensure_worker(api)
     print(f"worker of the pool {POOL} {'started' if started else 'runs already'}", flush=True)
+    print(f"deployments {', '.join(deploy(api))}", flush=True)
+    print(f"automations {', '.join(ensure_automations())}", flush=True)
     print(f"start a run: {ui_address(api)}/deployments → train → Run → Custom run", flush=True)

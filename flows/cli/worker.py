@@ -10,14 +10,14 @@ from pathlib import Path
 import yaml
 from filelock import FileLock
 
-import deployments
+from deployments import recipes
 from flows.cli.background import Background
 from miles_core.config.folders import home
 from miles_core.errors import InputError, StageError
 
 POOL = "miles"
 WORKER = Background("worker")
-PREFECT_YAML = Path(deployments.__file__).parent / "prefect.yaml"
+PREFECT_YAML = Path(recipes.__file__).parents[1] / "prefect.yaml"
 AUTOMATIONS_YAML = PREFECT_YAML.with_name("automations.yaml")
 _START_SECONDS = 120
 # A process worker gives a flow so long to end after SIGTERM.
@@ -25,9 +25,9 @@ _PATIENCE_SECONDS = 45
 
 
 def deploy(api: str) -> list[str]:
-    """Register the deployments of prefect.yaml with the server, those with a schedule and those without; their names.
+    """Register the deployments of prefect.yaml with the server, whose pool a worker has made; their names.
 
-    A schedule that was switched off in the UI stays off. Raises StageError with Prefect's own words.
+    Raises StageError with Prefect's own words.
     """
     _prefect(api, "--no-prompt", "deploy", "--all", "--prefect-file", str(PREFECT_YAML))
     return [one["name"] for one in yaml.safe_load(PREFECT_YAML.read_text())["deployments"]]
@@ -59,6 +59,7 @@ def ensure_worker(api: str) -> bool:
                 raise InputError(f"a worker of this home polls {record['api']}: end it with `miles down` first")
             return False
         command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"]
+        command += ["--create-pool-if-not-found"]
         said = WORKER.log.stat().st_size if WORKER.log.exists() else 0
         worker = WORKER.start(command, _environment(api), api=api)
         _wait_until_it_polls(worker, said)

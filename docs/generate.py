@@ -1,5 +1,6 @@
-"""Writes docs/configuration.md and docs/artifacts.md from the classes; a test holds them to it."""
+"""Writes docs/configuration.md, artifacts.md and glossary.md from the classes; a test holds them to it."""
 
+import ast
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,7 +21,8 @@ def configuration() -> str:
         "Generated from `miles_core/config` by `python docs/generate.py`.",
         "",
         "An option is given on the command line (`--lr 1e-3`, `--use-lora`, `--no-use-lora`), as the environment variable",
-        '`MILES_SCRIPT_LR`, as a flow parameter (`overrides: {"lr": 0.001}`), or by the recipe, in this order of precedence.',
+        '`MILES_SCRIPT_LR`, as a flow parameter of its group, as they stand below (`options: {"optimizer": {"lr": 0.001}}`),',
+        "or by the recipe, in this order of precedence.",
         "*Affects* names the stages that are made again when the option changes; an *operational* option changes no result.",
     ]
     for group, kind in GROUPS.items():
@@ -73,6 +75,43 @@ def artifacts() -> str:
     return "\n".join(out) + "\n"
 
 
+def glossary() -> str:
+    """One name a stage, everywhere; and the words of the field as they are meant here."""
+    out = [
+        "# Glossary",
+        "",
+        "Generated from `miles_core/store/stages.py` and `tasks/` by `python docs/generate.py`.",
+        "",
+        "## Stages",
+        "",
+        "One name, everywhere: the task run in the UI, the folder in the store, the argument of a command, the SQL view.",
+        "",
+        "| stage | task function | folder | made from | a row is |",
+        "|---|---|---|---|---|",
+    ]
+    functions = task_functions()
+    for stage in STAGES.values():
+        folder = "policy/init" if stage.name == "policy" else f"iteration=000012/stage={stage.name}"
+        upstream = ", ".join(f"previous {n}" if n == stage.name else n for n in stage.upstream) or "–"
+        out.append(f"| {stage.name} | `{functions[stage.name]}` | `{folder}` | {upstream} | {stage.doc} |")
+    return "\n".join(out) + "\n\n" + (HERE / "glossary_words.md").read_text()
+
+
+def task_functions() -> dict[str, str]:
+    """The function of each task by the task's name, read without importing Prefect."""
+    found = {}
+    for path in sorted((HERE.parent / "tasks").glob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            for call in node.decorator_list if isinstance(node, ast.FunctionDef) else []:
+                if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "task":
+                    names = [
+                        k.value.value for k in call.keywords if k.arg == "name" and isinstance(k.value, ast.Constant)
+                    ]
+                    found[str(names[0])] = node.name
+    return found
+
+
 if __name__ == "__main__":
     (HERE / "configuration.md").write_text(configuration())
     (HERE / "artifacts.md").write_text(artifacts())
+    (HERE / "glossary.md").write_text(glossary())

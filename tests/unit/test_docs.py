@@ -19,7 +19,7 @@ def generated(name: str) -> str:
     return getattr(module, name)()
 
 
-@pytest.mark.parametrize("name", ["configuration", "artifacts"])
+@pytest.mark.parametrize("name", ["configuration", "artifacts", "glossary"])
 def test_the_page_is_what_the_classes_say(name: str) -> None:
     assert (ROOT / "docs" / f"{name}.md").read_text() == generated(name), "run: python docs/generate.py"
 

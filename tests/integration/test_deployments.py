@@ -101,10 +101,10 @@ def test_the_form_explains_each_option_and_refuses_wrong_types(api: Api) -> None
 def test_what_only_the_whole_tells_is_refused_before_anything_is_written(place: Place, api: Api) -> None:
     flow_run = api.run("train", options("odd", data={"rollout_batch_size": 3, "num_steps_per_rollout": 7}))
     run = api.wait(flow_run, "FAILED")
-    assert "num_steps_per_rollout" in run["state"]["message"]
+    assert "--num-steps-per-rollout 7" in run["state"]["message"]
     assert not (place.home / "artifacts/odd").exists()
     (artifact,) = api.artifacts("odd-failure")
-    assert "miles train tiny" in artifact["data"] and "num_steps_per_rollout" in artifact["data"]
+    assert "miles train tiny" in artifact["data"] and "--num-steps-per-rollout 7" in artifact["data"]
 
 
 def test_after_a_failure_in_update_retry_finds_the_earlier_stages_cached(

@@ -85,7 +85,7 @@ def page_html(
         "scores": sorted(
             {name.removeprefix("score_") for row in rows for name in row.figures if name.startswith("score_")}
         ),
-        "reduced": f"at most {made.level.side} pixels wide and high, WebP" if made.level else None,
+        "reduced": f"WebP of at most {made.level.side} pixels" if made.level else None,
         "points": [[p.iteration, _short(p.mean), _short(p.low), _short(p.high), _short(p.zero_std)] for p in points],
     }
     record = store.record() or {}
@@ -128,7 +128,7 @@ def left_out(made: Gallery) -> list[str]:
 
 def told(made: Gallery, where: str) -> list[str]:
     """What the command prints."""
-    smaller = f", made smaller ({made.level.side} pixels, WebP)" if made.level else ""
+    smaller = f", as WebP of at most {made.level.side} pixels" if made.level else ""
     size = bytes_text(len(made.html))
     head = f"{made.images:,} of {made.total:,} images of {made.iterations:,} iterations{smaller}, {size}: {where}"
     return [head, *(f"  left out: {reason}" for reason in left_out(made))]

@@ -30,7 +30,7 @@ class Point:
 
 
 def reward_points(store: RunStore) -> list[Point]:
-    """The points of every iteration whose rewards are on the line, ascending."""
+    """The points of every iteration whose rewards are on the line and finite, ascending."""
     advantages = on_line(store, "advantages")
     points = []
     for iteration, rewards in on_line(store, "rewards").items():
@@ -39,7 +39,7 @@ def reward_points(store: RunStore) -> list[Point]:
         share = a["zero_std_groups"] / a["groups"] if a.get("groups") else None
         scores = s.get("score_means", {})
         points.append(Point(iteration, s["reward_mean"], s["reward_min"], s["reward_max"], scores, share))
-    return points
+    return [p for p in points if all(map(math.isfinite, (p.mean, p.low, p.high)))]
 
 
 def reward_svg(
@@ -52,27 +52,26 @@ def reward_svg(
     """The curve: mean as a line, smallest to largest as a band, below it the share of groups without spread.
 
     further: other curves by name, e.g. evaluation, a value by iteration. Curves of the scorers are drawn where there
-    are several. Points that are not finite are left out. Without a point it says so.
+    are several. Without a point it says so.
     """
-    drawn = [p for p in points if all(map(math.isfinite, (p.mean, p.low, p.high)))]
-    if not drawn:
+    if not points:
         return _svg(width, 60, "no rewards yet", [_text(width / 2, 34, "no rewards yet", anchor="middle")])
-    names = sorted({name for p in drawn for name in p.scores})
-    curves = {n: {p.iteration: p.scores[n] for p in drawn if n in p.scores} for n in names if len(names) > 1}
-    curves |= {name: {i: v for i, v in values.items() if math.isfinite(v)} for name, values in (further or {}).items()}
-    frame = _frame(drawn, curves, width, height)
-    band = [(p.iteration, p.high) for p in drawn] + [(p.iteration, p.low) for p in reversed(drawn)]
+    names = sorted({name for p in points for name in p.scores})
+    curves = {n: {p.iteration: p.scores[n] for p in points if n in p.scores} for n in names if len(names) > 1}
+    curves |= {name: dict(values) for name, values in (further or {}).items()}
+    frame = _frame(points, curves, width, height)
+    band = [(p.iteration, p.high) for p in points] + [(p.iteration, p.low) for p in reversed(points)]
     parts = [*_axes(frame)]
     parts.append(f'<polygon class="band" points="{frame.path(band)}" fill="{_BLUE}" fill-opacity="0.18"/>')
     shades = dict(zip(curves, _FURTHER * len(curves), strict=False))
     for name, values in curves.items():
         parts.append(_curve(frame, sorted(values.items()), shades[name], dash=' stroke-dasharray="5 3"'))
-    parts.append(_curve(frame, [(p.iteration, p.mean) for p in drawn], _BLUE))
+    parts.append(_curve(frame, [(p.iteration, p.mean) for p in points], _BLUE))
     parts += _legend([("mean reward, band: smallest to largest", _BLUE), *shades.items()])
-    parts += _zero_std(frame, drawn)
-    last = drawn[-1]
+    parts += _zero_std(frame, points)
+    last = points[-1]
     title = (
-        f"reward of iterations {drawn[0].iteration} to {last.iteration}: mean {drawn[0].mean:.4g} to {last.mean:.4g}"
+        f"reward of iterations {points[0].iteration} to {last.iteration}: mean {points[0].mean:.4g} to {last.mean:.4g}"
     )
     return _svg(width, height, title, parts, frame)
 

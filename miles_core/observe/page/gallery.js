@@ -17,6 +17,7 @@ function captionOf(row) {
     lines.push(make("span", "", values.map(([name, value]) => `${name} ${shown(value)}`).join(" · ")));
   }
   if (hasText) lines.push(make("span", "", `read “${figure(row, "recognized") ?? ""}”`));
+  for (const line of lines.slice(1)) line.title = line.textContent;
   return lines;
 }
 
@@ -153,7 +154,7 @@ function openLarge(number) {
   picture.className = page.pixels < 160 ? "small" : "";
   $("large-prompt").textContent = row.prompt;
   $("large-note").textContent = page.reduced
-    ? `Made smaller for this page (${page.reduced}); the original is in ${row.block.folder}.` : row.block.folder;
+    ? `Here as ${page.reduced}; the original is in ${row.block.folder}` : row.block.folder;
   $("large-figures").replaceChildren(...figuresOf(row).map(([name, value]) => {
     const line = make("tr");
     const head = make("th", "", name);

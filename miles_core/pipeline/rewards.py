@@ -1,5 +1,6 @@
 """rewards: score each rollout part as it lands, behind the engines."""
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -155,14 +156,9 @@ class Scoring:
         """Wait for the last parts."""
         while self.pending:
             self.poll(timeout=1.0)
-        rewards = [
-            value
-            for part in self.done
-            for value in read_table(self.files, part, ["reward"]).column("reward").to_pylist()
-        ]
-        mean = sum(rewards) / len(rewards)
-        spread = {"reward_mean": mean, "reward_min": min(rewards), "reward_max": max(rewards)}
-        return Product(self.done, {"samples": len(rewards), **spread})
+        scores = [f"score_{name}" for name in self.step.inputs.components]
+        tables = [read_table(self.files, part, ["reward", *scores]) for part in self.done]
+        return Product(self.done, summary_of(pa.concat_tables(tables)))
 
     def _send(self, part: Part, tries: int) -> None:
         scorers = self.step.workers.scorers(self.step.config, self.step.inputs)
@@ -217,6 +213,20 @@ class Scoring:
                 table = pq.read_table(pa.BufferReader(self.files.read(part.path)), columns=["rollout_digest"])
                 found[_microgroup(part)] = (part, table.column("rollout_digest").to_pylist())
         return found
+
+
+def summary_of(table: pa.Table) -> dict[str, Any]:
+    """The figures of a rewards table, whatever the order of its rows; `score_means` by scorer, over the samples that
+    each scored."""
+    columns = {name: [v for v in table.column(name).to_pylist() if v is not None] for name in table.column_names}
+    rewards = columns.pop("reward")
+    return {
+        "samples": len(rewards),
+        "reward_mean": math.fsum(rewards) / len(rewards),
+        "reward_min": min(rewards),
+        "reward_max": max(rewards),
+        "score_means": {n.removeprefix("score_"): math.fsum(v) / len(v) for n, v in columns.items() if v},
+    }
 
 
 def _microgroup(part: Part) -> str:

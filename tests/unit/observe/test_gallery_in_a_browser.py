@@ -1,0 +1,202 @@
+"""The gallery's page in a real browser, opened from a file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import Page
+from made_up import HOSTILE, HostileRun, NoiseRun
+from roots import FolderRoot
+from synthetic_run import SyntheticRun, reward_of
+
+from miles_core.observe.gallery import make_gallery
+from miles_core.store.run_store import RunStore
+
+CARDS = "[...document.querySelectorAll('.card')].sort((a, b) => a.dataset.number - b.dataset.number)"
+
+
+def shown(page: Page, store: RunStore, folder: Path, max_bytes: int = 10**8) -> None:
+    """Write a run's gallery and open it."""
+    path = folder / "gallery.html"
+    path.write_bytes(make_gallery(store, store.iterations(), max_bytes, ("miles lineage r", "")).html)
+    page.events.clear()
+    page.size(1200, 900)
+    page.open(path)
+    page.wait(lambda: page.js("document.querySelectorAll('.card img').length"), "images")
+
+
+@pytest.fixture
+def page(browser: Page, tmp_path: Path) -> Page:
+    """A run of 3 iterations of 7 groups of 4."""
+    run = SyntheticRun(FolderRoot(tmp_path / "runs").files, "r", groups=7, samples_per_group=4)
+    for iteration in range(3):
+        run.iterate(iteration)
+    shown(browser, run.draw_line(), tmp_path)
+    return browser
+
+
+def order(page: Page, name: str) -> list[Any]:
+    found: list[Any] = page.js(f"list.order.map((row) => row.{name})")
+    return found
+
+
+def quiet(page: Page) -> None:
+    """Nothing was asked of the network, nothing failed, the page's own rules were kept."""
+    page.settle()
+    assert [url for url in page.requests() if not url.startswith("file:")] == []
+    assert page.complaints() == []
+
+
+def test_every_image_is_there_and_is_drawn(page: Page) -> None:
+    assert len(order(page, "sample")) == 3 * 7 * 4
+    page.wait(lambda: page.js("[...document.images].every((i) => i.complete)"), "pictures")
+    widths = page.js("[...document.querySelectorAll('.card img')].map((i) => i.naturalWidth)")
+    assert set(widths) == {16}
+    assert page.js("document.querySelector('.card img').alt") == page.js("list.order[0].prompt")
+    quiet(page)
+
+
+def test_sort(page: Page) -> None:
+    rewards = order(page, "reward")
+    assert rewards == sorted(rewards, reverse=True)
+    assert rewards[0] == pytest.approx(max(reward_of(s, s // 4) for s in range(84)))
+    page.choose("order", "up")
+    for key in ("reward", "advantage", "iteration", "seed"):
+        page.choose("sort", key)
+        assert order(page, key) == sorted(order(page, key)), key
+    quiet(page)
+
+
+def test_filter(page: Page) -> None:
+    for name, value in {"from": "1", "to": "1", "low": "0.2", "high": "0.6", "prompt": "CAT"}.items():
+        page.choose(name, value)
+    some = page.js("list.order.map(({ iteration, reward, prompt }) => [iteration, reward, prompt])")
+    expected = [s for s in range(28, 56) if 0.2 <= reward_of(s, s // 4) <= 0.6 and s // 4 % 7 == 0]
+    assert len(some) == len(expected) > 0
+    assert all(i == 1 and 0.2 <= r <= 0.6 and p == "a red cat" for i, r, p in some)
+    assert page.js("document.getElementById('count').textContent") == f"{len(expected)} of 84 images"
+    page.choose("prompt", "unicorn")
+    assert page.js("document.getElementById('none').hidden") is False
+    page.js("form.reset()")
+    page.wait(lambda: len(order(page, "sample")) == 84, "the reset")
+    quiet(page)
+
+
+def test_a_group_stands_side_by_side(page: Page) -> None:
+    page.choose("view", "groups")
+    sections = page.js("list.sections.map((s) => [s.title, s.detail, s.rows.map((row) => row.group)])")
+    assert len(sections) == 21
+    for number, (_, detail, groups) in enumerate(sections):
+        assert groups == [number] * 4
+        assert detail.startswith(f"iteration {number // 7}, group {number} · mean ") and detail.endswith("4 images")
+    tops = page.js(f"{CARDS}.slice(0, 4).map((c) => c.getBoundingClientRect().top)")
+    assert len(set(tops)) == 1
+    quiet(page)
+
+
+def test_a_prompt_stands_beside_itself_over_the_iterations(page: Page) -> None:
+    page.choose("view", "prompts")
+    sections = page.js("list.sections.map((s) => s.rows.map((row) => [row.prompt, row.iteration, row.reward]))")
+    assert len(sections) == 7
+    for rows in sections:
+        assert len({prompt for prompt, _, _ in rows}) == 1
+        assert [iteration for _, iteration, _ in rows] == [0, 1, 2]
+    for pick, choose in (("best", max), ("worst", min)):
+        page.choose("pick", pick)
+        rewards = page.js("list.sections.find((s) => s.title === 'a red cat').rows.map((row) => row.reward)")
+        assert rewards == [pytest.approx(choose(reward_of(s, g) for s in range(g * 4, g * 4 + 4))) for g in (0, 7, 14)]
+    page.choose("pick", "all")
+    assert len(order(page, "sample")) == 84
+    quiet(page)
+
+
+def test_an_image_opens_with_every_figure_and_the_keys_lead_on(page: Page) -> None:
+    page.js("list.focus(0)")
+    page.key("ArrowRight")
+    page.key("Enter")
+    assert page.js("large.open")
+    row = page.js("(({ iteration, sample, reward, seed }) => ({ iteration, sample, reward, seed }))(list.order[1])")
+    figures = dict(
+        page.js(
+            "[...document.querySelectorAll('#large-figures tr')].map((r) => [...r.children].map((c) => c.innerText))"
+        )
+    )
+    assert figures["reward"] == f"{row['reward']:g}" and figures["seed"] == str(row["seed"])
+    assert {"advantage", "group_mean", "score_jpeg_compressibility", "noise_level", "width", "kept"} <= set(figures)
+    command = page.js("document.getElementById('large-command').textContent")
+    assert command == f"miles lineage r {row['iteration']} {row['sample']}"
+    first = page.js("document.getElementById('large-picture').src")
+    page.key("ArrowRight")
+    assert page.js("openNumber") == 2 and page.js("document.getElementById('large-picture').src") != first
+    page.key("ArrowLeft")
+    assert page.js("document.getElementById('large-picture').src") == first
+    page.key("ArrowDown")
+    assert page.js("openNumber") == 1 + page.js("list.columns")
+    page.key("Escape")
+    assert not page.js("large.open")
+    assert page.js("Number(document.activeElement.dataset.number)") == 1 + page.js("list.columns")
+    quiet(page)
+
+
+def test_a_click_on_the_curve_shows_that_iteration(page: Page) -> None:
+    box = page.js("(({ left, top, width, height }) => [left, top, width, height])(curve.getBoundingClientRect())")
+    x, y = box[0] + box[2] * 0.55, box[1] + box[3] / 2
+    for kind in ("mousePressed", "mouseReleased"):
+        page.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+    page.settle()
+    assert set(order(page, "iteration")) == {1}
+    quiet(page)
+
+
+def test_prompts_are_text(browser: Page, tmp_path: Path) -> None:
+    shown(browser, HostileRun(FolderRoot(tmp_path / "runs").files, "r", 1, 4).whole(1), tmp_path)
+    for view in ("images", "groups", "prompts"):
+        browser.choose("view", view)
+    browser.js("list.focus(0)")
+    browser.key("Enter")
+    assert browser.js("document.getElementById('large-prompt').textContent") == HOSTILE
+    assert browser.js("document.querySelector('.card img').alt") == HOSTILE
+    assert browser.js("document.querySelectorAll('img[src=x]').length") == 0
+    assert browser.js("document.title") == "r — images"
+    quiet(browser)
+
+
+def test_the_page_runs_no_script_but_its_own(page: Page) -> None:
+    page.js("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"document.title = 1\">')")
+    page.js(
+        "document.body.append(Object.assign(document.createElement('script'), { textContent: 'document.title = 2' }))"
+    )
+    page.settle()
+    assert page.js("document.title") == "r — images"
+
+
+def test_only_what_is_in_view_is_in_the_document(browser: Page, tmp_path: Path) -> None:
+    run = SyntheticRun(FolderRoot(tmp_path / "runs").files, "r", groups=8, samples_per_group=32, image_pixels=4)
+    for iteration in range(8):
+        run.iterate(iteration)
+    shown(browser, run.draw_line(), tmp_path)
+    assert len(order(browser, "sample")) == 2048
+    for place in (0, 0.5, 1):
+        browser.js(f"scrollTo(0, document.body.scrollHeight * {place})")
+        browser.settle()
+        browser.wait(
+            lambda: browser.js(
+                f"{CARDS}.some((c) => {{ const r = c.getBoundingClientRect(); return r.bottom > 400 && r.top < 800 }})"
+            ),
+            "what is in view",
+        )
+        assert browser.js("document.querySelectorAll('.card').length") < 150
+    assert browser.js(f"{CARDS}.at(-1).dataset.number") == "2047"
+    quiet(browser)
+
+
+def test_what_a_group_does_not_show_is_said(browser: Page, tmp_path: Path) -> None:
+    store = NoiseRun(FolderRoot(tmp_path / "runs").files, "r", groups=2, samples_per_group=8).whole(6)
+    shown(browser, store, tmp_path, 120_000)
+    browser.choose("view", "groups")
+    details = browser.js("list.sections.map((s) => s.detail)")
+    assert all(" of 8 in this page, by reward number 1, " in detail for detail in details), details
+    left_out = browser.js("document.querySelector('.left-out').textContent")
+    assert "so that the page stays within its size" in left_out
+    assert json.loads(browser.js("JSON.stringify(page.reduced)")).startswith("WebP of at most ")

@@ -15,6 +15,7 @@ from miles_core.pipeline.log import log_iteration
 from miles_core.pipeline.retention import retain
 from miles_core.pipeline.upstream import policy_in_force
 from tasks.advantages import normalize_advantages
+from tasks.pictures import Progress, publish_run, publish_samples
 from tasks.prompts import sample_prompts
 from tasks.publish import commit
 from tasks.rewards import score_rewards
@@ -39,6 +40,7 @@ def iteration(run: str, iteration: int, artifact_root: str | None = None) -> Non
     """
     with run_session(run, artifact_root, moves_line=True) as session:
         step = session.step(iteration, flow_run_id=flow_run.id)
+        step.progress = Progress(run, step.progress)
         if not finished(step):
             session.workers.start_all()
         if iteration == 0:
@@ -56,10 +58,12 @@ def iteration(run: str, iteration: int, artifact_root: str | None = None) -> Non
             session.workers.abort()
             raise
         advantages = commit(normalize_advantages, step, scored)
+        publish_samples(session.history, made, scored, advantages)
         update = commit(update_policy, step, made, advantages, policy)
         commit(sync_weights, step, update)
         log_iteration(step, made, scored, update)
         session.rewards[iteration] = scored.summary["reward_mean"]
+        publish_run(session.history)
         retain(step)
 
 

@@ -12,6 +12,7 @@ from deployments.recipes import recipe as build_recipe
 from miles_core.config import RunConfig
 from miles_core.config.folders import code_path, home
 from miles_core.config.overrides import from_mapping
+from miles_core.observe.history import History
 from miles_core.observe.terminal import Terminal
 from miles_core.pipeline.inputs import Inputs
 from miles_core.pipeline.run import Plan, actors_of, begin_run, inputs_of_run, line_lock, open_run, plan_run
@@ -27,7 +28,8 @@ TERMINAL = Terminal()
 
 class Session:
     """One run in this process. Workers start when a stage first needs them and end with the session. `lock` is the
-    run's where this command moves its line; `rewards` holds the mean of each iteration that it computed."""
+    run's where this command moves its line; `rewards` holds the mean of each iteration that it computed, `history` what the UI
+    shows of all."""
 
     def __init__(
         self, config: RunConfig, inputs: Inputs, store: RunStore, workers: Workers, lock: RunLock | None
@@ -35,6 +37,7 @@ class Session:
         self.config, self.inputs, self.store, self.workers, self.lock = config, inputs, store, workers, lock
         self.terminal = TERMINAL
         self.rewards: dict[int, float] = {}
+        self.history = History(store)
 
     def step(self, iteration: int, *, moves_line: bool = True, flow_run_id: str | None = None) -> Step:
         return Step(

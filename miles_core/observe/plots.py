@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from html import escape
 
 from miles_core.observe.rows import on_line
+from miles_core.store.manifest import Manifest
 from miles_core.store.run_store import RunStore
 
 # Shades that can be read on a light and on a dark ground.
@@ -30,16 +31,16 @@ class Point:
 
 
 def reward_points(store: RunStore) -> list[Point]:
-    """The points of every iteration whose rewards are on the line and finite, ascending."""
+    """The points of every iteration whose rewards are on the line, ascending."""
     advantages = on_line(store, "advantages")
-    points = []
-    for iteration, rewards in on_line(store, "rewards").items():
-        s = rewards.summary
-        a = advantages[iteration].summary if iteration in advantages else {}
-        share = a["zero_std_groups"] / a["groups"] if a.get("groups") else None
-        scores = s.get("score_means", {})
-        points.append(Point(iteration, s["reward_mean"], s["reward_min"], s["reward_max"], scores, share))
-    return [p for p in points if all(map(math.isfinite, (p.mean, p.low, p.high)))]
+    return [point_of(rewards, advantages.get(i)) for i, rewards in on_line(store, "rewards").items()]
+
+
+def point_of(rewards: Manifest, advantages: Manifest | None) -> Point:
+    """The point of an iteration, from the summaries of its stages."""
+    s, a = rewards.summary, advantages.summary if advantages else {}
+    share = a["zero_std_groups"] / a["groups"] if a.get("groups") else None
+    return Point(rewards.iteration, s["reward_mean"], s["reward_min"], s["reward_max"], s.get("score_means", {}), share)
 
 
 def reward_svg(

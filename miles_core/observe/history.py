@@ -1,0 +1,68 @@
+"""A run iteration by iteration, from the manifests on its line; each is read once."""
+
+import math
+from typing import Any
+
+from miles_core.observe.plots import Point, point_of
+from miles_core.observe.rows import on_line
+from miles_core.store.manifest import Manifest
+from miles_core.store.run_store import RunStore
+from miles_core.store.stages import ITERATION_STAGES, StageName
+
+
+class History:
+    """What the iterations of a run came to. `refresh` reads what the line names and was not read before."""
+
+    def __init__(self, store: RunStore) -> None:
+        self.store = store
+        self._read: dict[tuple[StageName, int], Manifest] = {}
+
+    def refresh(self) -> None:
+        """Take up what the run's line names now."""
+        line = (self.store.record() or {}).get("line", {})
+        for stage in ITERATION_STAGES:
+            known = {i: m for (s, i), m in self._read.items() if s == stage}
+            named = {int(slot.partition("/")[0]): name for slot, name in line.items() if slot.endswith(f"/{stage}")}
+            missing = [i for i, name in named.items() if i not in known or known[i].attempt != name]
+            if missing:
+                self._read |= {(stage, i): m for i, m in on_line(self.store, stage, missing).items()}
+
+    def points(self) -> list[Point]:
+        """The reward curve's points, ascending."""
+        rewards = sorted(i for stage, i in self._read if stage == "rewards")
+        return [point_of(self._read["rewards", i], self._read.get(("advantages", i))) for i in rewards]
+
+    def table(self, newest: int = 300) -> list[dict[str, Any]]:
+        """A row an iteration, the newest first: figures as text, seconds of each stage. At most `newest` rows."""
+        iterations = sorted({i for _, i in self._read if i >= 0}, reverse=True)[:newest]
+        return [self._row(i) for i in iterations]
+
+    def _row(self, iteration: int) -> dict[str, Any]:
+        there = {stage: self._read.get((stage, iteration)) for stage in ITERATION_STAGES}
+        rewards, advantages, update = there["rewards"], there["advantages"], there["update"]
+        row: dict[str, Any] = {"iteration": iteration}
+        if rewards:
+            row |= {
+                "reward": _text(rewards.summary["reward_mean"]),
+                "min": _text(rewards.summary["reward_min"]),
+                "max": _text(rewards.summary["reward_max"]),
+            }
+        if advantages:
+            row["groups without spread"] = f"{advantages.summary['zero_std_groups']} of {advantages.summary['groups']}"
+        if update:
+            row |= {name: _text(update.summary[key]) for name, key in _UPDATE.items() if key in update.summary}
+        for stage, manifest in there.items():
+            row[f"{stage}, s"] = _text(_seconds(manifest)) if manifest else ""
+        return row
+
+
+_UPDATE = {"loss": "loss", "kl": "kl_loss", "grad norm": "grad_norm", "clipped": "clip_frac"}
+
+
+def _seconds(manifest: Manifest) -> float:
+    return manifest.times["committed_at"] - manifest.times["started_at"]
+
+
+def _text(value: float) -> str:
+    # Prefect shows a table that holds a NaN as an empty one.
+    return f"{value:.4g}" if math.isfinite(value) else str(value)

@@ -1,0 +1,89 @@
+"""What people look at in the UI besides lines of figures: images, the reward curve, the iterations, how far a stage is."""
+
+import contextlib
+import contextvars
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from prefect.artifacts import (
+    create_image_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
+
+from miles_core.observe.history import History
+from miles_core.observe.plots import reward_svg, svg_url
+from miles_core.observe.samples import sample_sheet
+from miles_core.store.files import DamagedError
+from miles_core.store.manifest import Manifest
+from tasks.publish import key_of
+
+# The UI shows pictures as data: URLs up to about 300 KB of text; base64 makes 4 bytes of 3.
+_SHEET_BYTES = 200_000
+_FIRST_SECONDS, _EVERY_SECONDS = 5.0, 3.0
+
+
+def publish_samples(history: History, rollout: Manifest, rewards: Manifest | None, advantages: Manifest | None) -> None:
+    """Images of an iteration, the best, the worst and some between, with prompt, reward and advantage."""
+    files, run = history.store.files, history.store.run
+    try:
+        sheet = sample_sheet(files, rollout, rewards, advantages, max_bytes=_SHEET_BYTES)
+    except (DamagedError, ValueError) as fault:
+        text = f"No pictures of iteration {rollout.iteration}: {fault}\n"
+    else:
+        picture = f"![samples of iteration {rollout.iteration}]({sheet.url})" if sheet else "The engine gave no images."
+        text = f"## {run}, iteration {rollout.iteration}\n\n{picture}\n\nAll images: `miles gallery {run}`\n"
+    create_markdown_artifact(
+        text, key=key_of(run, "samples"), description=f"images of iteration {rollout.iteration} of {run}"
+    )
+
+
+def publish_run(history: History) -> None:
+    """The reward curve of the run and a table of its iterations, as they stand."""
+    history.refresh()
+    run, points = history.store.run, history.points()
+    if points:
+        last = points[-1]
+        create_image_artifact(
+            image_url=svg_url(reward_svg(points)),
+            key=key_of(run, "reward-curve"),
+            description=f"reward of {run} up to iteration {last.iteration}: mean {last.mean:.4g}",
+        )
+    create_table_artifact(
+        table=history.table(), key=key_of(run, "iterations"), description=f"iterations of {run}, the newest first"
+    )
+
+
+class Progress:
+    """Passes progress on, and shows stages that take long as a bar in the UI. Made inside a flow run."""
+
+    def __init__(self, run: str, further: Callable[[str, int, int], None]) -> None:
+        self._run, self._further = run, further
+        # Stages call from threads of their own, which do not know the flow run.
+        self._context = contextvars.copy_context()
+        self._lock = threading.Lock()
+        self._bars: dict[str, dict[str, Any]] = {}
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        self._further(stage, done, total)
+        now = time.monotonic()
+        with self._lock:
+            bar = self._bars.setdefault(stage, {"id": None, "due": now + _FIRST_SECONDS})
+            if not total or (now < bar["due"] and not (bar["id"] and done >= total)):
+                return
+            bar["due"] = now + _EVERY_SECONDS
+            # A server that does not answer is told of by what must reach it, not by a bar.
+            with contextlib.suppress(Exception):
+                self._context.copy().run(self._show, stage, bar, 100.0 * done / total, f"{done} of {total}")
+
+    def _show(self, stage: str, bar: dict[str, Any], percent: float, text: str) -> None:
+        if bar["id"] is None:
+            bar["id"] = create_progress_artifact(
+                percent, key=key_of(self._run, f"{stage}-progress"), description=f"{stage} of {self._run}: {text}"
+            )
+        else:
+            update_progress_artifact(bar["id"], percent, description=f"{stage} of {self._run}: {text}")

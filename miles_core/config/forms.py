@@ -93,7 +93,7 @@ def changes_of(given: Options | Mapping[str, Any] | None) -> dict[str, Any]:
 def _sentence(fault: ValidationError) -> str:
     first = fault.errors()[0]
     place, message = [str(part) for part in first["loc"][:2]], first["msg"].removeprefix("Value error, ")
-    where, name = ".".join(["options", *place]), place[-1]
+    where, name = ".".join(["options", *place]), place[-1] if place else ""
     if first["type"] == "extra_forbidden" and name in FIELDS:
         return f"{where}: {name} belongs to the group {FIELDS[name][0]}, give options.{FIELDS[name][0]}.{name}"
     if first["type"] == "extra_forbidden" and len(place) == 1:

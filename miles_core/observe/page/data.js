@@ -47,9 +47,9 @@ function pictureOf(row) {
   return `data:${kind};base64,${pictures.get(iteration)[row.at]}`;
 }
 
-function shown(value) {
+function shown(value, digits = 5) {
   if (typeof value !== "number" || Number.isInteger(value)) return String(value);
-  return String(Number(value.toPrecision(5)));
+  return String(Number(value.toPrecision(digits)));
 }
 
 function signed(value) {

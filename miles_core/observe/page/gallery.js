@@ -6,7 +6,7 @@ const scores = page.scores.length > 1 ? page.scores : [];
 
 function captionOf(row) {
   const numbers = make("span", "numbers");
-  numbers.append(make("b", "", row.reward === null ? "no reward" : shown(row.reward)));
+  numbers.append(make("b", "", row.reward === null ? "no reward" : shown(row.reward, 3)));
   if (row.advantage !== null) {
     numbers.append(make("span", row.advantage < 0 ? "down" : "up", signed(row.advantage)));
     numbers.lastChild.title = "advantage";

@@ -72,8 +72,10 @@ def test_each_image_is_whole_in_its_place_and_its_words_stand_below() -> None:
     sheet = contact_sheet(rows, {0: "best", 1: "worst"}, side=64)
     assert sheet
     pixels = np.asarray(opened(sheet.data).convert("RGB")).astype(int)
-    for colour in ((255, 0, 0), (0, 0, 255)):
-        assert (np.abs(pixels - colour).sum(-1) == 0).sum() == 64 * 64
+    for colour, left in (((255, 0, 0), 12), ((0, 0, 255), 12 + 64 + 12)):
+        rows_of, columns_of = np.nonzero(np.abs(pixels - colour).sum(-1) == 0)
+        assert len(rows_of) == 64 * 64
+        assert (rows_of.min(), columns_of.min()) == (12, left)
     assert (pixels[:, :, 0] < 128).sum() > 64 * 64 + 20, "there is ink below the images"
 
 

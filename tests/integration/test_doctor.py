@@ -1,8 +1,13 @@
 """`miles doctor` as a process: real OCR on a model that draws no words, in a folder and in a bucket."""
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
 from commands import Place
 from roots import Root
 

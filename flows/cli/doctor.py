@@ -77,4 +77,6 @@ def prefect_server(subject: object) -> Finding:
     there = running_server()
     if there:
         return passed(f"the local server at {there} answers")
-    return passed(f"PREFECT_API_URL is unset: a local server is started on loopback, port {free_port((4200, 0), '127.0.0.1')} is free")
+    return passed(
+        f"PREFECT_API_URL is unset: a local server is started on loopback, port {free_port((4200, 0), '127.0.0.1')} is free"
+    )

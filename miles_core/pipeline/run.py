@@ -38,9 +38,7 @@ def meaning_of(config: RunConfig, inputs: Inputs) -> dict[str, Any]:
     return {"fields": plain, "inputs": inputs.all()}
 
 
-def plan_run(
-    config: RunConfig, recipe: str, begun_by: str | None = None, *, inputs: Inputs | None = None
-) -> Plan:
+def plan_run(config: RunConfig, recipe: str, begun_by: str | None = None, *, inputs: Inputs | None = None) -> Plan:
     """Check inputs, name and meaning. `begun_by` is the flow run that asks: where --new began a run for it before, that
     run is meant. `inputs`: those of `config`, where they are at hand. Raises InputError where the same name means
     something else already."""

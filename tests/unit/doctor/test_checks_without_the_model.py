@@ -146,7 +146,7 @@ def test_a_prompt_that_every_encoder_cuts(subject, tmp_path):
     told(prompts.prompt_length(subject()), "pass", "1 prompts are cut by some encoders")
 
 
-def test_lora_targets_that_bind_nothing(subject):
+def test_pitfall_10_lora_targets_that_bind_nothing(subject):
     told(policy.lora(subject(lora_target_modules="to_nowhere")), "stop", "0 modules", "to_nowhere", "attn.to_q")
     told(
         policy.lora(subject(lora_target_modules="attn.to_q,to_nowhere")),
@@ -244,5 +244,5 @@ def test_scorers_tell_drawn_images_apart(subject):
     ("mean", "clean", "status"),
     [(0.5, 0.6, "pass"), (0.2, 0.6, "warn"), (0.01, 0.6, "stop"), (0.0, 0.0, "warn"), (0.01, 0.05, "warn")],
 )
-def test_noise_that_makes_words_illegible(mean, clean, status):
+def test_pitfall_25_noise_that_makes_words_illegible_is_told_before_a_run(mean, clean, status):
     told(rewards.judge_legibility("found", mean, clean, "--diffusion-noise-level 0.3"), status)

@@ -38,7 +38,7 @@ def ensure_server(database: str | None = None, host: str = "127.0.0.1", port: in
     if given:
         if database or port:
             raise InputError("--database and --port are a local server's: unset PREFECT_API_URL to start one")
-        if not _answers(given):
+        if not answers(given):
             raise InputError(
                 f"no Prefect server answers at PREFECT_API_URL {given}: start it, or unset the variable to use a local one"
             )
@@ -65,6 +65,12 @@ def end_server() -> bool:
     return SERVER.end()
 
 
+def running_server() -> str | None:
+    """The API address of the local server that a command started and that answers; nothing is started or ended."""
+    record = SERVER.record()
+    return str(record["url"]) if record and answers(record["url"]) else None
+
+
 def _check_as_asked(url: str, database: str | None, host: str, port: int | None) -> None:
     record = SERVER.record() or {}
     asked = sha256_hex(database.encode()) if database else None
@@ -80,7 +86,7 @@ def _running() -> str | None:
         return None
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:
-        if _answers(record["url"]):
+        if answers(record["url"]):
             return str(record["url"])
         if SERVER.record() is None:
             return None
@@ -93,7 +99,7 @@ def _running() -> str | None:
 
 def _start(database: str | None, host: str, port: int | None) -> str:
     print("starting a local Prefect server …", flush=True)
-    port = _free_port((port,), host) if port else _free_port((4200, 0), host)
+    port = free_port((port,), host) if port else free_port((4200, 0), host)
     url = f"http://{_reached_at(host)}:{port}/api"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
     environment |= QUIET | {"PREFECT_HOME": str(SERVER.folder), "PREFECT_API_URL": url}
@@ -110,7 +116,7 @@ def _start(database: str | None, host: str, port: int | None) -> str:
     while time.monotonic() < deadline:
         if server.poll() is not None:
             break
-        if _answers(url):
+        if answers(url):
             return url
         time.sleep(0.1)
     SERVER.end()
@@ -121,14 +127,15 @@ def _reached_at(host: str) -> str:
     return "127.0.0.1" if host == "0.0.0.0" else host
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
+    """Whether a Prefect server is healthy there."""
     try:
         return httpx.get(f"{url.rstrip('/')}/health", timeout=5).status_code == 200
     except (httpx.HTTPError, httpx.InvalidURL):
         return False
 
 
-def _free_port(wanted: tuple[int, ...], host: str) -> int:
+def free_port(wanted: tuple[int, ...], host: str) -> int:
     """The first of the wanted ports that is free; 0 is any. Raises InputError."""
     for port in wanted:
         with socket.socket() as probe:

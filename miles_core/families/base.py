@@ -50,6 +50,8 @@ class TrainPipelineConfig(ABC):
     lora_target_modules: ClassVar[tuple[str, ...]]
     latent_channels: ClassVar[int]
     vae_scale_factor: ClassVar[int]
+    token_limits: ClassVar[Mapping[str, int]]
+    """Tokens that `encode_prompt` reads of a text, by tokenizer; what is longer is cut."""
 
     @abstractmethod
     def fsdp_blocks(self, transformer: nn.Module) -> list[nn.Module]:
@@ -128,17 +130,20 @@ class DiffusersModelBackend:
         folder = Path(folder)
         index = _index(folder)
         encoders = sorted(name for name, entry in index.items() if name.startswith("text_encoder") and entry[1])
-        tokenizers = sorted(name for name, entry in index.items() if name.startswith("tokenizer") and entry[1])
         return EngineComponents(
             transformer=self.load_transformer(folder, dtype),
             vae=self._module(folder, "vae", torch.float32),
             text_encoders={name: self._module(folder, name, torch_dtype(dtype)) for name in encoders},
-            tokenizers={
-                name: self._component(folder, name).from_pretrained(folder / name, local_files_only=True)
-                for name in tokenizers
-            },
+            tokenizers=self.load_tokenizers(folder),
             scheduler_config=json.loads((folder / "scheduler" / "scheduler_config.json").read_text()),
         )
+
+    def load_tokenizers(self, folder: Path) -> dict[str, Any]:
+        """The tokenizers by the folder's name (tokenizer, tokenizer_2, …)."""
+        names = sorted(name for name, entry in _index(folder).items() if name.startswith("tokenizer") and entry[1])
+        return {
+            name: self._component(folder, name).from_pretrained(folder / name, local_files_only=True) for name in names
+        }
 
     def _module(self, folder: Path, name: str, dtype: torch.dtype) -> nn.Module:
         kind = self._component(folder, name)

@@ -1,7 +1,7 @@
 """Stable Diffusion 3 and 3.5 (Esser et al. 2024, arXiv 2403.03206): MMDiT, two CLIP encoders and T5."""
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ class Sd3PipelineConfig(TrainPipelineConfig):
     lora_target_modules = SHAPES["sd3"].lora_target_modules
     latent_channels = SHAPES["sd3"].latent_channels
     vae_scale_factor = SHAPES["sd3"].vae_scale_factor
+    token_limits: ClassVar = {"tokenizer": CLIP_TOKENS, "tokenizer_2": CLIP_TOKENS, "tokenizer_3": T5_TOKENS}
 
     def fsdp_blocks(self, transformer: nn.Module) -> list[nn.Module]:
         return list(cast(nn.ModuleList, transformer.transformer_blocks))

@@ -1,6 +1,7 @@
 """How large a family's tensors are, from a pipeline's JSON and safetensors headers: no torch, so that a driver can ask."""
 
 import json
+import math
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,16 @@ def lora_parameters(folder: Path, targets: Sequence[str], rank: int) -> list[int
         for name, shape in _weights(folder / "transformer")
         if f".{name}".endswith(endings) and len(shape) == 2
     ]
+
+
+def component_parameters(folder: Path) -> dict[str, int]:
+    """Parameters of each component of a pipeline that has weights, by its folder."""
+    found = {
+        path.name: sum(math.prod(shape) for _, shape in _weights(path))
+        for path in sorted(folder.iterdir())
+        if path.is_dir()
+    }
+    return {name: count for name, count in found.items() if count}
 
 
 def _weights(folder: Path) -> Iterator[tuple[str, list[int]]]:

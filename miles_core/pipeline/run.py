@@ -38,13 +38,14 @@ def meaning_of(config: RunConfig, inputs: Inputs) -> dict[str, Any]:
     return {"fields": plain, "inputs": inputs.all()}
 
 
-def plan_run(config: RunConfig, recipe: str, begun_by: str | None = None) -> Plan:
+def plan_run(config: RunConfig, recipe: str, begun_by: str | None = None, *, inputs: Inputs | None = None) -> Plan:
     """Check inputs, name and meaning. `begun_by` is the flow run that asks: where --new began a run for it before, that
-    run is meant. Raises InputError where the same name means something else already."""
+    run is meant. `inputs`: those of `config`, where they are at hand. Raises InputError where the same name means
+    something else already."""
     name = check_run_id(config.run.run_id or recipe)
     files = Files(artifact_root(config))
     prove_conditional_put(files)
-    inputs = resolve_inputs(config)
+    inputs = inputs or resolve_inputs(config)
     if config.run.new:
         name = _new_name(files, name, begun_by)
     store = RunStore(files, name)

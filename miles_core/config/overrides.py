@@ -2,11 +2,11 @@
 
 import difflib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, get_args
 
 from miles_core.config.reference import not_yet
-from miles_core.config.run_config import FIELDS, flag
+from miles_core.config.run_config import FIELDS, RunConfig, flag
 from miles_core.errors import InputError
 
 ENVIRONMENT_PREFIX = "MILES_SCRIPT_"
@@ -36,6 +36,20 @@ def from_flags(tokens: Sequence[str]) -> dict[str, Any]:
             _check_known(name, token)
             changes[name] = value if equals else _take(token, rest)
     return changes
+
+
+def to_flags(base: RunConfig, config: RunConfig, *, without: Collection[str] = ()) -> list[str]:
+    """The words of the command line that make `config` of `base`; fields that they cannot say (unset) are left out."""
+    words: list[str] = []
+    for name, (group, _) in FIELDS.items():
+        then, now = (getattr(getattr(c, group), name) for c in (base, config))
+        if then == now or now is None or name in without:
+            continue
+        if isinstance(now, bool):
+            words.append(flag(name) if now else flag(f"no_{name}"))
+        else:
+            words += [flag(name), ",".join(map(str, now)) if isinstance(now, tuple) else str(now)]
+    return words
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:

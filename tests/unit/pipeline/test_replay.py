@@ -121,12 +121,12 @@ def test_what_cannot_be_replayed_says_why_and_what_to_do(run: TinyRun) -> None:
 
 
 def test_a_replay_that_comes_out_otherwise_stops_and_commits_nothing(run: TinyRun) -> None:
-    """Here the record says another learning rate than the updates were made with."""
+    """Here the update says another learning rate than it was made with."""
     prune(run)
-    path = Path(run.store.files.url(run.store.record_path))
-    record = json.loads(path.read_text())
-    record["config"]["optimizer"]["lr"] *= 1.001
-    path.write_text(json.dumps(record))
+    path = Path(run.store.files.url(line(run, "update", 0).folder), "manifest.json")
+    manifest = json.loads(path.read_text())
+    manifest["affecting_config"]["lr"] *= 1.001
+    path.write_text(json.dumps(manifest))
     wanted = line(run, "update", 0).content_digest[:12]
     with pytest.raises(StageError, match=rf"update of iteration 0 was replayed.* where {wanted} was recorded"):
         rerun(run, 1, "update")

@@ -39,7 +39,9 @@ class Session:
         self.rewards: dict[int, float] = {}
         self.history = History(store)
 
-    def step(self, iteration: int, *, moves_line: bool = True, flow_run_id: str | None = None) -> Step:
+    def step(
+        self, iteration: int, *, moves_line: bool = True, flow_run_id: str | None = None, force: bool = False
+    ) -> Step:
         return Step(
             self.config,
             self.inputs,
@@ -50,6 +52,7 @@ class Session:
             flow_run_id=flow_run_id,
             progress=self.terminal.progress,
             fence=self.lock.check if self.lock else lambda: None,
+            force=force,
         )
 
 
@@ -107,13 +110,14 @@ def run_session(
 ) -> Iterator[Session]:
     """A session of an existing run: the one that is open in this process, or one of its own.
 
-    With overrides it is always one of its own, and nothing of it enters the run's record.
+    What does not move the line has always one of its own, with processes that no training uses, and nothing of it
+    enters the run's record.
     """
     store, config = open_run(run, root)
     if moves_line:
         prove_conditional_put(store.files)
-    shared = _OPEN.get((store.files.root, run))
-    if shared and not overrides:
+    shared = _OPEN.get((store.files.root, store.run))
+    if shared and moves_line:
         yield shared
         return
     config = config.replace(**from_mapping(overrides or {}))

@@ -1,5 +1,6 @@
 """A whole run: iterations until num_rollout, each a flow of its own."""
 
+import shlex
 import time
 from typing import Annotated, Any
 
@@ -36,7 +37,7 @@ def train(recipe: Recipe = "tiny", options: Options = NONE) -> dict[str, Any]:
     """
     started, changes = time.monotonic(), changes_of(options)
     name = changes.get("run_id") or recipe
-    command = f"miles train {recipe} {as_flags(changes)}".rstrip()
+    command = shlex.join(["miles", "train", recipe, *as_flags(changes)])
     with told(f"run {name}", name, command), train_session(recipe, changes, flow_run.id) as session:
         run, root = session.store.run, session.store.files.root
         total = session.config.run.num_rollout

@@ -3,7 +3,7 @@
 import re
 from typing import Any, cast
 
-from prefect.artifacts import create_markdown_artifact
+from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
 from prefect.context import FlowRunContext
 from prefect.logging import get_run_logger
 from prefect.states import Completed
@@ -33,8 +33,35 @@ def publish(outcome: Outcome, files: Files) -> Manifest:
 
 def commit(stage: Any, *arguments: Any) -> Manifest:
     """Call a stage's task; its committed manifest, also out of the state Cached."""
-    manifest: Manifest = stage(*arguments, return_state=True).result()
-    return manifest
+    return commit_or_reuse(stage, *arguments)[0]
+
+
+def commit_or_reuse(stage: Any, *arguments: Any) -> tuple[Manifest, bool]:
+    """Call a stage's task; its committed manifest, and whether it was reused."""
+    state = stage(*arguments, return_state=True)
+    return state.result(), state.name == "Cached"
+
+
+class Backfill:
+    """The progress of a rerun over several iterations: a bar for all, a table for each, a line in the log."""
+
+    def __init__(self, run: str, stage: str, total: int) -> None:
+        self.key = key_of(run, f"rerun-{stage}")
+        self.done, self.total = 0, total
+        self.bar: Any = create_progress_artifact(
+            0.0, key=f"{self.key}-progress", description=f"0 of {total} iterations"
+        )
+
+    def told(self, iteration: int, lines: list[str]) -> None:
+        """An iteration is over: what became of it, in words."""
+        self.done += 1
+        share = 100.0 * self.done / self.total
+        update_progress_artifact(self.bar, share, description=f"{self.done} of {self.total} iterations")
+        text = "\n".join(f"- {line}" for line in lines)
+        create_markdown_artifact(
+            f"## iteration {iteration}\n\n{text}\n", key=self.key, description=f"iteration {iteration}"
+        )
+        get_run_logger().info("iteration %d: %s", iteration, "; ".join(lines))
 
 
 def key_of(run: str, what: str) -> str:

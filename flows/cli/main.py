@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import httpx
 import typer
 
-from flows.cli import config, doctor, down, gallery, make_tiny, rerun, runs, show, stop, train, up
+from flows.cli import config, doctor, down, fork, gallery, make_tiny, rerun, runs, show, stop, train, up
 from miles_core.errors import InputError, StageError
 from miles_core.store.files import DamagedError
 
@@ -28,6 +28,7 @@ ANY_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.command("train", context_settings=ANY_FLAGS)(train.train)
 app.command("doctor", context_settings=ANY_FLAGS)(doctor.doctor)
 app.command("rerun", context_settings=ANY_FLAGS)(rerun.rerun)
+app.command("fork", context_settings=ANY_FLAGS)(fork.fork)
 app.command("show")(show.show)
 app.command("runs")(runs.runs)
 app.command("gallery")(gallery.gallery)

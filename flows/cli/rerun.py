@@ -1,42 +1,50 @@
-"""miles rerun RUN ITER STAGE: one stage again, beside the run's line."""
+"""miles rerun RUN ITERATIONS STAGE: one stage again, beside the run's line."""
+
+from typing import cast
 
 import typer
 
 from flows.cli.server import ensure_server, ui_address
+from miles_core.config.forms import grouped
 from miles_core.config.overrides import from_flags
-from miles_core.pipeline.rerun import check_overrides, stages_of_rerun
-from miles_core.pipeline.run import existing_iteration, inputs_of_run, open_run
+from miles_core.pipeline.rerun import Rerunnable, plan_rerun
 
 
 def rerun(
     context: typer.Context,
-    run: str = typer.Argument(help="Name of the run."),
-    iteration: str = typer.Argument(help="Number of the iteration, from 0."),
+    run: str = typer.Argument(help="Name of the run, or latest."),
+    iterations: str = typer.Argument(help="A number, FIRST:END, latest, latest:N, failed or unscored."),
     stage: str = typer.Argument(help="prompts, rollout, rewards, advantages or update."),
     downstream: bool = typer.Option(
         False, "--downstream", help="Also the later stages of the iteration, up to update."
     ),
+    force: bool = typer.Option(False, "--force", help="Also what is committed, and say what differs."),
+    from_attempt: str | None = typer.Option(None, help="Attempt whose inputs are taken instead of the line's."),
     artifact_root: str | None = typer.Option(None, help="Folder of all runs."),
 ) -> None:
-    """Make a stage again with the inputs it had; options that affect it may differ. The run's line stays."""
+    """Make a stage again with the inputs it had, in one iteration or many; options that affect it may differ. What is
+    committed is reused, and the run's line stays."""
     # Not the environment: what is set there for training would change a stage unseen.
     overrides = from_flags(context.args)
-    stages = stages_of_rerun(stage, downstream)
-    check_overrides(overrides, stages)
-    store, config = open_run(run, artifact_root)
-    number = existing_iteration(store, iteration)
-    inputs_of_run(store, config.replace(**overrides), overrides)
+    plan = plan_rerun(
+        run, artifact_root, iterations, stage, overrides=overrides, downstream=downstream, attempt=from_attempt
+    )
+    if not plan.selection.iterations:
+        print(f"run {plan.store.run}: no iteration is {iterations}, there is nothing to do")
+        return
     api = ensure_server()
     print(f"Prefect UI {ui_address(api)}", flush=True)
     from flows.rerun_stage import rerun_stage
 
     made = rerun_stage(
-        run=run,
-        iteration=number,
-        stage=stage,
-        overrides=overrides,
+        run=plan.store.run,
+        iterations=iterations,
+        stage=cast(Rerunnable, plan.stages[0]),
+        options=grouped(overrides),
         downstream=downstream,
-        artifact_root=store.files.root,
+        force=force,
+        from_attempt=plan.attempt,
+        artifact_root=plan.store.files.root,
     )
-    for name, folder in made.items():
-        print(f"{name}: {folder}")
+    for row in made:
+        print(f"{row['stage']} of iteration {row['iteration']}: {row['folder']}")

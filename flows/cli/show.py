@@ -30,7 +30,9 @@ def show(
         raise InputError(f"there is no stage {stage!r}: choose one of {', '.join(ITERATION_STAGES)}")
     name = next(s for s in ITERATION_STAGES if s == stage)
     _attempts(store, name, number)
-    for manifest in store.committed(name, number):
+    line = store.on_line(name, number)
+    kept = [line] if line and line.held_by != store.run else []
+    for manifest in (*kept, *store.committed(name, number)):
         print(f"\n{store.files.url(manifest.folder)}")
         stone = store.pruned(manifest)
         for part in manifest.parts:
@@ -38,36 +40,48 @@ def show(
             gone = "  pruned" if stone and path in stone.parts else ""
             print(f"  {path:<48} {part.bytes:>10} bytes {part.rows:>6} rows{gone}")
         for upstream in manifest.upstream.values():
-            print(f"  from {upstream.stage} of iteration {upstream.iteration}: {upstream.attempt}")
+            of = f" of run {upstream.run}" if upstream.run != store.run else ""
+            print(f"  from {upstream.stage} of iteration {upstream.iteration}: {upstream.attempt}{of}")
 
 
 def _run(store: RunStore) -> None:
     record = store.record() or {}
     print(f"run {store.run} · recipe {record['recipe']} · {store.files.url(store.run)}")
+    if parent := record.get("parent"):
+        chosen = f", from attempt {parent['attempt']}" if parent["attempt"] else ""
+        print(f"a fork of {parent['run']} at iteration {parent['iteration']}{chosen}")
     for iteration in store.iterations():
         line = {name: store.on_line(name, iteration) for name in ITERATION_STAGES}
         done = [name for name, manifest in line.items() if manifest]
         rewards, update = line["rewards"], line["update"]
         reward = f"reward mean {rewards.summary['reward_mean']:.4f}" if rewards else ""
         loss = f"loss {update.summary['loss']:.3g}" if update else ""
-        attempts = sum(len(store.committed(name, iteration)) for name in ITERATION_STAGES)
-        beside = f"  {attempts - len(done)} attempts beside the line" if attempts > len(done) else ""
+        kept = {m.held_by for m in line.values() if m and m.held_by != store.run}
+        of = f"  kept of {', '.join(sorted(kept))}" if kept else ""
+        own = {m.folder for name in ITERATION_STAGES for m in store.committed(name, iteration)}
+        apart = len(own - {m.folder for m in line.values() if m})
+        beside = f"  {apart} attempts beside the line" if apart else ""
         stones = (store.pruned(manifest) for manifest in (line["rollout"], update) if manifest)
         gone = ", ".join(name for stone in stones if stone for name in stone.what)
         pruned = f"  pruned: {gone}" if gone else ""
-        print(f"iteration {iteration}: {len(done)} of {len(ITERATION_STAGES)} stages  {reward}  {loss}{beside}{pruned}")
+        print(
+            f"iteration {iteration}: {len(done)} of {len(ITERATION_STAGES)} stages  {reward}  {loss}{of}{beside}{pruned}"
+        )
 
 
 def _attempts(store: RunStore, name: str, iteration: int) -> None:
     stage = next(s for s in ITERATION_STAGES if s == name)
     line = store.on_line(stage, iteration)
     committed: list[Manifest] = store.committed(stage, iteration)
-    for manifest in committed:
-        mark = "on the line" if line and line.attempt == manifest.attempt else "beside it"
+    kept = [line] if line and line.held_by != store.run else []
+    for manifest in (*kept, *committed):
+        mark = "on the line" if line and line.folder == manifest.folder else "beside it"
         damage = store.damage(manifest)
         state = f"DAMAGED: {damage}" if damage else figures_of(stage, manifest.summary)
         if stone := store.pruned(manifest):
             state += f"  pruned: {', '.join(stone.what)}"
+        if manifest in kept:
+            state += f"  of run {manifest.held_by}"
         digest = manifest.content_digest[:12]
         print(f"{stage:<11}{manifest.attempt:<16} {mark:<12}{manifest.rows:>6} rows  {digest}  {state}")
     unfinished = len(store.attempts(stage, iteration)) - len(committed)

@@ -2,11 +2,11 @@
 
 import difflib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, get_args
 
 from miles_core.config.reference import not_yet
-from miles_core.config.run_config import FIELDS, flag
+from miles_core.config.run_config import FIELDS, RunConfig, flag
 from miles_core.errors import InputError
 
 ENVIRONMENT_PREFIX = "MILES_SCRIPT_"
@@ -38,6 +38,26 @@ def from_flags(tokens: Sequence[str]) -> dict[str, Any]:
     return changes
 
 
+def to_flags(base: RunConfig, config: RunConfig, *, without: Collection[str] = ()) -> list[str]:
+    """The words of the command line that make `config` of `base`; fields that they cannot say (unset) are left out."""
+    values = {name: (getattr(base, group), getattr(config, group)) for name, (group, _) in FIELDS.items()}
+    pairs = {name: (getattr(then, name), getattr(now, name)) for name, (then, now) in values.items()}
+    return as_flags(
+        {n: now for n, (then, now) in pairs.items() if then != now and now is not None and n not in without}
+    )
+
+
+def as_flags(changes: Mapping[str, Any]) -> list[str]:
+    """Changes as words of the command line; the inverse of `from_flags`."""
+    words: list[str] = []
+    for name, value in changes.items():
+        if _is_switch(name):
+            words.append(flag(name) if str(value).lower() in _TRUE else flag(f"no_{name}"))
+        else:
+            words += [flag(name), ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)]
+    return words
+
+
 def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """Changes out of MILES_SCRIPT_<FIELD> variables. Raises InputError naming the variable."""
     changes: dict[str, Any] = {}
@@ -55,18 +75,6 @@ def from_mapping(values: Mapping[str, Any]) -> dict[str, Any]:
     for name in values:
         check_known(name.replace("-", "_"), f"override {name!r}")
     return {name.replace("-", "_"): value for name, value in values.items()}
-
-
-def as_flags(changes: Mapping[str, Any]) -> str:
-    """Changes as a person writes them behind a command, quoted for a shell; the inverse of `from_flags`."""
-    words = []
-    for name, value in changes.items():
-        if _is_switch(name) and str(value).lower() in _TRUE | _FALSE:
-            words.append(flag(name) if str(value).lower() in _TRUE else f"--no-{flag(name)[2:]}")
-        else:
-            text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-            words.append(f"{flag(name)} {shlex.quote(text)}")
-    return " ".join(words)
 
 
 def check_known(name: str, what: str) -> None:

@@ -5,6 +5,7 @@ their stored rollouts, each proved by its recorded content digest, into attempts
 """
 
 import time
+from itertools import groupby
 
 from miles_core.config import FIELDS, RunConfig, affects, build
 from miles_core.errors import StageError
@@ -37,10 +38,10 @@ def with_checkpoint(step: Step, policy: Manifest, compute: Compute) -> Manifest:
     _refuse_pruned(step, policy, lost, links)
     if not lost:
         return held
-    config = _config_of_run(step)
-    with step.workers.trainer_of(config):
-        for update, products in zip(lost, links, strict=True):
-            held = _replay(_as(step, config, update.iteration), update, products | {"policy": held}, compute)
+    for config, replays in groupby(zip(lost, links, strict=True), lambda replay: _config_of(step, replay[0])):
+        with step.workers.trainer_of(config):
+            for update, products in replays:
+                held = _replay(_as(step, config, update.iteration), update, products | {"policy": held}, compute)
     return held
 
 
@@ -89,10 +90,14 @@ def _refuse_pruned(step: Step, policy: Manifest, lost: list[Manifest], links: li
     )
 
 
-def _config_of_run(step: Step) -> RunConfig:
-    """What the run's own updates were made with: its record, and the operational options of this command."""
-    now = step.config.flat()
-    return build((step.store.record() or {})["config"]).replace(**{n: now[n] for n in FIELDS if not affects(n)})
+def _config_of(step: Step, update: Manifest) -> RunConfig:
+    """What an update was made with, which in a fork may be another run's: that run's record, what the update says of
+    itself, and the operational options of this command."""
+    record, now = step.store.of(update.held_by).record() or step.store.record() or {}, step.config.flat()
+    config = build(record["config"]).replace(**{n: now[n] for n in FIELDS if not affects(n)})
+    recorded = config.affecting("update")
+    other = {n: v for n, v in update.affecting_config.items() if n in recorded and recorded[n] != v}
+    return config.replace(**other) if other else config
 
 
 def _as(step: Step, config: RunConfig, iteration: int) -> Step:

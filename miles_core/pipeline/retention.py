@@ -7,9 +7,11 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterator
 
-from miles_core.config import RunConfig
+from miles_core.config import RunConfig, build
 from miles_core.observe.terminal import bytes_text
 from miles_core.pipeline.stage import Step
+from miles_core.store.forks import forks_of
+from miles_core.store.line import iterations, slot
 from miles_core.store.retention import Rule, rules, to_prune
 from miles_core.store.run_store import RunStore
 from miles_core.store.tombstone import Tombstone, read_tombstone, write_tombstone
@@ -39,9 +41,13 @@ def retain(step: Step) -> None:
 def _prune(store: RunStore, rule: Rule, at: int) -> Iterator[Tombstone]:
     key = (store.files.root, store.run, rule)
     going = to_prune(store.iterations(), store.line_iterations(rule.stage), rule.keep, at)
-    for iteration in going[bisect_left(going, _PASSED.get(key, 0)) :]:
+    going = going[bisect_left(going, _PASSED.get(key, 0)) :]
+    held = held_by_forks(store, rule) if going else set()
+    for iteration in going:
         _PASSED[key] = iteration
         for name in store.attempts(rule.stage, iteration):
+            if (iteration, name) in held:
+                continue
             folder = f"{store.stage_folder(rule.stage, iteration)}/{name}"
             stone = read_tombstone(store.files, folder)
             if stone is None and _prunable(store, rule, iteration, name):
@@ -50,6 +56,21 @@ def _prune(store: RunStore, rule: Rule, at: int) -> Iterator[Tombstone]:
                     yield stone
             if stone:
                 _delete(store, folder, stone)
+
+
+def held_by_forks(store: RunStore, rule: Rule) -> set[tuple[int, str]]:
+    """The attempts, by iteration and name, that forks of this run stand on and would not prune by their own rule."""
+    held: set[tuple[int, str]] = set()
+    for fork, slots in forks_of(store).items():
+        record = store.of(fork).record()
+        places = iterations({"line": slots}, rule.stage)
+        if record is not None:
+            line = iterations(record, rule.stage)
+            own = next(r for r in rules_of(build(record["config"])) if r.stage == rule.stage)
+            going = set(to_prune(line, line, own.keep, max(line, default=0)))
+            places = [i for i in places if i not in going]
+        held |= {(i, slots[slot(rule.stage, i)]) for i in places}
+    return held
 
 
 def _prunable(store: RunStore, rule: Rule, iteration: int, name: str) -> bool:

@@ -37,7 +37,8 @@ def score_behind(step: Step, feed: RolloutFeed) -> Outcome:
     """
     rollout_fingerprint, prompts = feed.wait_for_begin()
     wanted = stage_fingerprint(step, "rewards", {"rollout": rollout_fingerprint})
-    known = any(m.fingerprint == wanted for m in step.store.committed("rewards", step.iteration))
+    made = (step.store.on_line("rewards", step.iteration), *step.store.committed("rewards", step.iteration))
+    known = any(m is not None and m.fingerprint == wanted for m in made)
     parts: list[Part] = []
     if known:
         parts, rollout = feed.wait_for_manifest()

@@ -16,7 +16,9 @@ from miles_core.pipeline.stage import library_versions
 from miles_core.store.digest import sha256_hex
 from miles_core.store.files import Files, prove_conditional_put, reach
 from miles_core.store.lock import RunLock
-from miles_core.store.run_store import RunStore, check_run_id
+from miles_core.store.run_store import RunStore, check_run_id, runs
+
+LATEST = "latest"
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def _record(store: RunStore) -> dict[str, Any] | None:
 
 
 def _refuse_other_meaning(name: str, then: dict[str, Any], now: dict[str, Any]) -> None:
-    difference = _difference(then, now)
+    difference = told(differences(then, now), now["fields"])
     if difference:
         raise InputError(
             f"run {name} was made with another meaning ({'; '.join(difference)}): give --new or another --run-id to "
@@ -77,7 +79,7 @@ def _refuse_other_meaning(name: str, then: dict[str, Any], now: dict[str, Any]) 
         )
 
 
-def _absolute(config: RunConfig) -> RunConfig:
+def absolute(config: RunConfig) -> RunConfig:
     """Paths as they are found from any folder; names that are no paths stay as they are."""
     changes = {}
     for name in FIELDS:
@@ -111,7 +113,7 @@ def actors_of(store: RunStore) -> str:
 
 def begin_run(plan: Plan, recipe: str, code_path: str, begun_by: str | None = None) -> None:
     """Write run.json of a new run, or the configuration in force of one that is carried on. `begun_by`: its flow run."""
-    config = _absolute(plan.config).model_dump(mode="json")
+    config = absolute(plan.config).model_dump(mode="json")
     if plan.store.create_record(
         {
             "recipe": recipe,
@@ -130,14 +132,37 @@ def begin_run(plan: Plan, recipe: str, code_path: str, begun_by: str | None = No
 
 
 def open_run(name: str, root: str | None = None) -> tuple[RunStore, RunConfig]:
-    """An existing run and its configuration. Raises InputError where there is none of that name."""
+    """An existing run and its configuration; `latest` is the one that was begun last, unless a run is called so.
+
+    Raises InputError where there is none of that name.
+    """
     files = Files(artifact_root(given=root))
     reach(files)
     store = RunStore(files, name)
+    if name == LATEST and _record(store) is None:
+        store = RunStore(files, _newest(files))
     record = _record(store)
     if record is None:
         raise InputError(f"there is no run {name} under {files.root}: `miles runs` lists those there are")
     return store, build(record["config"])
+
+
+def any_run(root: str | None = None) -> bool:
+    """Whether a run lies under the root."""
+    files = Files(artifact_root(given=root))
+    reach(files)
+    return bool(runs(files))
+
+
+def _newest(files: Files) -> str:
+    begun = {}
+    for name in runs(files):
+        # One that cannot be read is told by `miles runs`.
+        with contextlib.suppress(InputError):
+            begun[name] = float((RunStore(files, name).record() or {}).get("created_at", 0.0))
+    if not begun:
+        raise InputError(f"there is no run under {files.root}: `miles train tiny` makes one")
+    return max(begun, key=lambda name: begun[name])
 
 
 ROLES = {
@@ -181,18 +206,20 @@ def _new_name(files: Files, name: str, begun_by: str | None) -> str:
     raise AssertionError
 
 
-def _difference(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    fields = [
-        f"{flag(name)} {_show(then['fields'].get(name))} → {_show(value)}"
-        for name, value in now["fields"].items()
-        if then["fields"].get(name) != value
+def differences(then: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]:
+    """[then, now] of each option, and of the digest of each input file by role, that two meanings differ in."""
+    fields = {n: [then["fields"].get(n), v] for n, v in now["fields"].items() if then["fields"].get(n) != v}
+    roles = sorted(set(then["inputs"]) | set(now["inputs"]))
+    digests = {role: [then["inputs"].get(role), now["inputs"].get(role)] for role in roles}
+    return fields | {role: both for role, both in digests.items() if both[0] != both[1]}
+
+
+def told(found: dict[str, list[Any]], fields: dict[str, Any]) -> list[str]:
+    """Differences in words; `fields` are the options among them."""
+    return [
+        f"{flag(name)} {_show(then)} → {_show(now)}" if name in fields else f"{name} has another content"
+        for name, (then, now) in found.items()
     ]
-    files = [
-        f"{role} has another content"
-        for role in sorted(set(then["inputs"]) | set(now["inputs"]))
-        if then["inputs"].get(role) != now["inputs"].get(role)
-    ]
-    return fields + files
 
 
 def _show(value: Any) -> str:

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from miles_core.config import RunConfig
+from miles_core.errors import StageError
 from miles_core.pipeline.inputs import Inputs
 from miles_core.runtime.faults import fault_point
 from miles_core.runtime.workers import Workers
@@ -16,6 +17,7 @@ from miles_core.store.manifest import Manifest, fingerprint
 from miles_core.store.parts import Part
 from miles_core.store.run_store import Attempt, RunStore, consumed
 from miles_core.store.stages import StageName
+from miles_core.store.tombstone import pruned_error
 
 Upstreams = dict[str, Manifest]
 RESUMABLE: tuple[StageName, ...] = ("rollout", "rewards")
@@ -28,7 +30,7 @@ def _no_progress(stage: str, done: int, total: int) -> None:
 
 class Step:
     """All that the stages of one iteration share. `moves_line` is true for train alone; `fence` raises where this
-    command may not commit any more.
+    command may not commit any more; `force` makes stages again that are committed.
 
     A plain class: Prefect walks through dataclasses among a task's parameters.
     """
@@ -45,10 +47,11 @@ class Step:
         flow_run_id: str | None = None,
         progress: Callable[[str, int, int], None] = _no_progress,
         fence: Callable[[], None] = lambda: None,
+        force: bool = False,
     ) -> None:
         self.config, self.inputs, self.store, self.workers = config, inputs, store, workers
         self.iteration, self.moves_line, self.flow_run_id, self.progress = iteration, moves_line, flow_run_id, progress
-        self.fence = fence
+        self.fence, self.force = fence, force
 
     def at(self, iteration: int) -> "Step":
         """The same step at another iteration."""
@@ -79,7 +82,13 @@ Compute = Callable[[Step, Attempt, Upstreams], Product]
 
 
 def stage_fingerprint(step: Step, stage: StageName, upstream_fingerprints: dict[str, str]) -> str:
-    """The fingerprint of a stage of this step; policy/init stands at iteration -1."""
+    """The fingerprint of a stage of this step; policy/init stands at iteration -1. What a fork keeps has the one it was
+    made under."""
+    kept = kept_of_parent(step, stage)
+    return kept.fingerprint if kept else _fingerprint(step, stage, upstream_fingerprints)
+
+
+def _fingerprint(step: Step, stage: StageName, upstream_fingerprints: dict[str, str]) -> str:
     return fingerprint(
         stage,
         -1 if stage == "policy" else step.iteration,
@@ -91,10 +100,39 @@ def stage_fingerprint(step: Step, stage: StageName, upstream_fingerprints: dict[
 
 
 def find_stage(step: Step, stage: StageName, upstream: Upstreams) -> Manifest | None:
-    """The committed attempt that answers this very question, the one on the line before others."""
-    wanted = stage_fingerprint(step, stage, {n: m.fingerprint for n, m in upstream.items()})
+    """The committed attempt that answers this very question, the one on the line before others.
+
+    Raises StageError where a fork keeps an attempt of another run there and it cannot be used.
+    """
+    kept = kept_of_parent(step, stage)
+    if kept or step.force:
+        return kept
+    wanted = _fingerprint(step, stage, {n: m.fingerprint for n, m in upstream.items()})
     same = step.store.matching(stage, step.iteration, wanted, upstream)
     return next((manifest for manifest in same if _answers(step, manifest)), None)
+
+
+def kept_of_parent(step: Step, stage: StageName) -> Manifest | None:
+    """The attempt of another run that a fork's line keeps in this place, whatever the fork's own options say; None
+    where it keeps none, and for a rerun, which makes what its options say.
+
+    Where that attempt is damaged another of its content serves. Raises StageError where there is none.
+    """
+    kept = step.store.kept(stage, step.iteration) if step.moves_line else None
+    if kept is None:
+        return None
+    named = step.store.of(kept.run).manifest(stage, step.iteration, kept.attempt)
+    for manifest in (named, *step.store.beside(stage, step.iteration, kept.run)):
+        if manifest and manifest.content_digest == kept.content_digest and _answers(step, manifest):
+            return manifest
+    where = f"{stage} of iteration {step.iteration}" if stage != "policy" else "policy/init"
+    told = f"run {step.store.run} keeps {where} of run {kept.run} (attempt {kept.attempt})"
+    if named is None:
+        raise StageError(f"{told}, and it is gone: put it back, or make it again there with `miles train`")
+    if damage := step.store.damage(named):
+        raise StageError(f"{told}, and it is damaged ({damage}): `miles train` of run {kept.run} makes it again")
+    stone = step.store.pruned(named)
+    raise pruned_error(named.folder, stone) if stone else StageError(f"{told}, and it holds something else now")
 
 
 def _answers(step: Step, manifest: Manifest) -> bool:
@@ -192,6 +230,8 @@ def why(step: Step, stage: StageName, upstream: Upstreams) -> str:
     ]
     if not reasons and (stone := step.store.pruned(previous)):
         return f"its {', '.join(stone.what)} {'was' if len(stone.what) == 1 else 'were'} pruned"
+    if not reasons and step.force:
+        return "asked for again"
     return ", ".join(reasons) or "an upstream stage was asked for differently"
 
 

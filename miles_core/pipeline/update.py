@@ -6,7 +6,8 @@ from miles_core.pipeline.policy import adapter_of
 from miles_core.pipeline.replay import with_checkpoint, with_latents
 from miles_core.pipeline.rollout import PROBE
 from miles_core.pipeline.stage import Product, Step, Upstreams
-from miles_core.store.parts import Part
+from miles_core.store.manifest import Manifest
+from miles_core.store.parts import Part, read_table
 from miles_core.store.run_store import Attempt
 
 
@@ -38,7 +39,7 @@ def optimize(step: Step, attempt: Attempt, upstream: Upstreams) -> Product:
         policy_parts=list(policy.under("checkpoint/") + policy.under("adapter/")),
         policy_digest=policy.summary["policy_digest"],
         probe=rollout.under(PROBE)[0],
-        first_global_step=step.iteration * step.config.steps_per_rollout,
+        first_global_step=_steps_before(step, policy),
     )
 
     def watch(done: int, total: int) -> None:
@@ -49,6 +50,14 @@ def optimize(step: Step, attempt: Attempt, upstream: Upstreams) -> Product:
     made = results[0]
     parts: list[Part] = [*made.parts, made.rows]
     return Product(parts, {"policy_digest": made.policy_digest, **_figures(made.metrics)})
+
+
+def _steps_before(step: Step, policy: Manifest) -> int:
+    """Optimizer steps of the whole run before this iteration. Counted, because a fork may take others from there on."""
+    if policy.stage != "update":
+        return 0
+    steps = [read_table(step.store.files, part, ["global_step"]) for part in policy.data]
+    return 1 + max(number for table in steps for number in table.column("global_step").to_pylist())
 
 
 def _figures(steps: list[dict[str, Any]]) -> dict[str, float]:

@@ -13,13 +13,15 @@ from miles_core.store.stages import STAGES, StageName
 
 @dataclass(frozen=True)
 class Upstream:
-    """One consumed product: where it was, what it meant, what it held."""
+    """One consumed product: where it was, what it meant, what it held. `run` holds it; in the file it stands only where
+    it is another than the consumer's, so that a copied run stays whole."""
 
     stage: StageName
     iteration: int
     attempt: str
     fingerprint: str
     content_digest: str
+    run: str
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,11 @@ class Manifest:
     flow_run_id: str | None = None
 
     @property
+    def held_by(self) -> str:
+        """The run whose folder it was read from."""
+        return self.folder.partition("/")[0]
+
+    @property
     def data(self) -> tuple[Part, ...]:
         """The parts that hold the stage's rows, in sample order."""
         return self.under("data/")
@@ -66,7 +73,7 @@ class Manifest:
         return tuple(sorted((p for p in self.parts if p.path.startswith(start)), key=lambda p: p.path))
 
     def as_upstream(self) -> Upstream:
-        return Upstream(self.stage, self.iteration, self.attempt, self.fingerprint, self.content_digest)
+        return Upstream(self.stage, self.iteration, self.attempt, self.fingerprint, self.content_digest, self.held_by)
 
     def to_bytes(self) -> bytes:
         body = {
@@ -78,7 +85,7 @@ class Manifest:
             "fingerprint": self.fingerprint,
             "content_digest": self.content_digest,
             "parts": [p.to_json() | {"path": p.path.removeprefix(self.folder + "/")} for p in self.parts],
-            "upstream": {name: vars(u) for name, u in self.upstream.items()},
+            "upstream": {name: self._written(u) for name, u in self.upstream.items()},
             "affecting_config": self.affecting_config,
             "inputs": self.inputs,
             "versions": self.versions,
@@ -87,6 +94,9 @@ class Manifest:
             "flow_run_id": self.flow_run_id,
         }
         return json.dumps(body, indent=1, ensure_ascii=False).encode()
+
+    def _written(self, upstream: Upstream) -> dict[str, Any]:
+        return {key: value for key, value in vars(upstream).items() if key != "run" or value != self.held_by}
 
 
 def read_manifest(data: bytes, folder: str) -> Manifest:
@@ -99,7 +109,8 @@ def read_manifest(data: bytes, folder: str) -> Manifest:
             "use the newer program that wrote it"
         )
     parts = tuple(replace(Part(**p), path=f"{folder}/{p['path']}") for p in body.pop("parts"))
-    upstream = {name: Upstream(**u) for name, u in body.pop("upstream").items()}
+    own = {"run": folder.partition("/")[0]}
+    upstream = {name: Upstream(**own | u) for name, u in body.pop("upstream").items()}
     if not isinstance(body["summary"], dict):
         raise TypeError("summary")
     return Manifest(folder=folder, parts=parts, upstream=upstream, **body)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from miles_core.errors import InputError, StageError
+from miles_core.store import line
 from miles_core.store.digest import canonical_json
 from miles_core.store.files import DamagedError, Files
 from miles_core.store.lock import LockLost
@@ -118,19 +119,30 @@ class RunStore:
     # The line
 
     def on_line(self, stage: StageName, iteration: int) -> Manifest | None:
-        """The attempt that the run's line names, if it is committed and readable."""
-        name = ((self.record() or {}).get("line") or {}).get(_slot(stage, iteration))
-        return self.manifest(stage, iteration, name) if name else None
+        """The attempt that the run's line names, if it is committed and readable; a fork's may be its parent's."""
+        named = ((self.record() or {}).get("line") or {}).get(line.slot(stage, iteration))
+        if not named:
+            return None
+        run, attempt = line.standing(named, self.run)
+        return self.of(run).manifest(stage, iteration, attempt)
+
+    def of(self, run: str) -> "RunStore":
+        """Another run under the same root, to read."""
+        return self if run == self.run else RunStore(self.files, run)
+
+    def kept(self, stage: StageName, iteration: int) -> line.Kept | None:
+        """What this run, if it is a fork, keeps of another run in this place of its line."""
+        record = self.record()
+        return line.kept(record, stage, iteration) if record else None
 
     def move_line(self, manifest: Manifest) -> None:
         """Name this attempt on the run's line."""
-        slot = _slot(manifest.stage, manifest.iteration)
-        self.update_record(lambda record: record | {"line": record["line"] | {slot: manifest.attempt}})
+        moved = {line.slot(manifest.stage, manifest.iteration): line.entry(manifest, self.run)}
+        self.update_record(lambda record: record | {"line": record["line"] | moved})
 
     def line_iterations(self, stage: StageName) -> list[int]:
         """Iterations for which the line names an attempt at `stage`, ascending."""
-        slots = (slot.partition("/") for slot in (self.record() or {}).get("line", {}))
-        return sorted(int(number) for number, _, name in slots if name == stage)
+        return line.iterations(self.record() or {}, stage)
 
     # Attempts
 
@@ -159,9 +171,8 @@ class RunStore:
 
     def product(self, consumed: Upstream) -> Manifest | None:
         """What a stage consumed: the attempt it names, or another whole one of the same content."""
-        named = self.manifest(consumed.stage, consumed.iteration, consumed.attempt)
-        candidates = [named, *self.committed(consumed.stage, consumed.iteration)]
-        for manifest in candidates:
+        named = self.of(consumed.run).manifest(consumed.stage, consumed.iteration, consumed.attempt)
+        for manifest in (named, *self.beside(consumed.stage, consumed.iteration, consumed.run)):
             if manifest and manifest.content_digest == consumed.content_digest and not self.damage(manifest):
                 return manifest
         return None
@@ -169,6 +180,10 @@ class RunStore:
     def committed(self, stage: StageName, iteration: int) -> list[Manifest]:
         found = (self.manifest(stage, iteration, name) for name in self.attempts(stage, iteration))
         return [m for m in found if m is not None]
+
+    def beside(self, stage: StageName, iteration: int, run: str) -> list[Manifest]:
+        """The committed attempts of another run, then this one's own."""
+        return [m for name in dict.fromkeys((run, self.run)) for m in self.of(name).committed(stage, iteration)]
 
     def find(
         self, stage: StageName, iteration: int, fingerprint: str, upstream: dict[str, Manifest]
@@ -183,11 +198,11 @@ class RunStore:
         """The committed attempts, whole or not, with this fingerprint that consumed these very products; the one on
         the line first, and the others read only where that is not enough."""
         digests = {name: m.content_digest for name, m in upstream.items()}
-        line = self.on_line(stage, iteration)
-        if line and line.fingerprint == fingerprint and consumed(line) == digests:
-            yield line
+        first = self.on_line(stage, iteration)
+        if first and first.fingerprint == fingerprint and consumed(first) == digests:
+            yield first
         for manifest in self.committed(stage, iteration):
-            if manifest != line and manifest.fingerprint == fingerprint and consumed(manifest) == digests:
+            if manifest != first and manifest.fingerprint == fingerprint and consumed(manifest) == digests:
                 yield manifest
 
     def pruned(self, manifest: Manifest) -> Tombstone | None:
@@ -196,7 +211,7 @@ class RunStore:
 
     def holding(self, manifest: Manifest, folder: str) -> Manifest | None:
         """This attempt, or another whole one of the same content, from which `folder` was not pruned."""
-        for candidate in (manifest, *self.committed(manifest.stage, manifest.iteration)):
+        for candidate in (manifest, *self.beside(manifest.stage, manifest.iteration, manifest.held_by)):
             if candidate.content_digest == manifest.content_digest and not self.damage(candidate):
                 stone = self.pruned(candidate)
                 if stone is None or folder not in stone.what:
@@ -315,9 +330,9 @@ class RunStore:
         return any(name == "policy" or name.startswith("iteration=") for name in self.files.list(self.run))
 
     def iterations(self) -> list[int]:
-        """Iterations that have a folder, ascending."""
+        """Iterations that have a folder or, in a fork, are kept of another run, ascending."""
         names = (n.removeprefix("iteration=") for n in self.files.list(self.run) if n.startswith("iteration="))
-        return sorted(int(n) for n in names if n.isdigit())
+        return sorted({*(int(n) for n in names if n.isdigit()), *line.iterations(self.record() or {})})
 
 
 def consumed(manifest: Manifest) -> dict[str, str]:
@@ -328,10 +343,6 @@ def consumed(manifest: Manifest) -> dict[str, str]:
 def runs(files: Files) -> list[str]:
     """Names of the runs under an artifact root."""
     return [name for name in files.list("") if _RUN_ID.fullmatch(name) and files.exists(f"{name}/run.json")]
-
-
-def _slot(stage: StageName, iteration: int) -> str:
-    return stage if stage == "policy" else f"{iteration:06d}/{stage}"
 
 
 __all__ = ["STAGES", "Attempt", "RunStore", "Upstream", "check_run_id", "consumed", "runs"]

@@ -137,6 +137,12 @@ COMMANDS: dict[str, tuple[Prepare, tuple[str, ...]]] = {
         lambda home: ["rerun", "nope", "0", "rewards", "--lr", "1"],
         ("--lr", "update", "--downstream"),
     ),
+    "rerun of iterations that are no range": (
+        lambda home: ["rerun", "nope", "0:1:2", "rewards"],
+        ("0:1:2", "FIRST:END"),
+    ),
+    "fork of no run": (lambda home: ["fork", "nope", "0", "--run-id", "x"], ("nope",)),
+    "fork without a name": (lambda home: ["fork", "nope", "0"], ("--run-id",)),
     "unknown command": (lambda home: ["trian"], ("trian",)),
     "unknown family": (lambda home: ["make-tiny", "flux", str(home / "m")], ("flux",)),
     "tiny model over a folder that is not empty": (lambda home: ["make-tiny", "sd3", _folder(home)], ("full",)),

@@ -15,7 +15,10 @@ from miles_core.store.parts import Part
 from miles_core.store.run_store import Attempt, RunStore
 from miles_core.store.schemas import IMAGE
 
-HOSTILE = "</script><img src=x onerror=\"document.title='taken'\"><!-- <script>document.title='taken'</script> & </script\n 'q' \u2028 猫"
+HOSTILE = (
+    "</script><img src=x onerror=\"document.title='taken'\"><!-- <script>document.title='taken'</script>"
+    " & </script\n 'q' \u2028 猫"
+)
 
 
 def noise(seed: int, pixels: int = 48) -> bytes:

@@ -19,5 +19,7 @@ def test_the_line_tells_the_reward_its_move_and_the_time_left() -> None:
 
 
 def test_the_first_iteration_estimates_from_itself_and_the_last_has_none_to_go() -> None:
-    assert iteration_line(0, 3, [20.0], {0: 1.0}) == "iteration 0 done in 20.0 s · reward 1.0000 · 2 to go, about 40.0 s"
+    assert (
+        iteration_line(0, 3, [20.0], {0: 1.0}) == "iteration 0 done in 20.0 s · reward 1.0000 · 2 to go, about 40.0 s"
+    )
     assert iteration_line(2, 3, [20.0, 4.0], {}) == "iteration 2 done in 4.0 s"

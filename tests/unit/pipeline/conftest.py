@@ -7,6 +7,37 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")
+def places(tmp_path_factory):
+    """Input files of `three`."""
+    from lines import input_files
+
+    return input_files(tmp_path_factory.mktemp("inputs") / "model")
+
+
+@pytest.fixture(scope="session")
+def three_files(tmp_path_factory, places):
+    """The files of a run of three iterations whose stages hold only what they were asked for."""
+    from lines import Line
+    from roots import FolderRoot
+
+    root = FolderRoot(tmp_path_factory.mktemp("three"))
+    run = Line.begin(root, places)
+    for iteration in range(3):
+        run.iterate(iteration)
+    return {name: root.get(name) for name in root.names()}
+
+
+@pytest.fixture
+def three(root, three_files):
+    """That run, named parent, on an artifact root of each kind."""
+    from lines import Line
+
+    for name, data in three_files.items():
+        root.put(name, data)
+    return Line.open(root, "parent")
+
+
+@pytest.fixture(scope="session")
 def trained_run(tmp_path_factory):
     """Four iterations of a run, made once: real engine, parser, scorer and trainer in this process, nothing pruned."""
     import torch

@@ -2,6 +2,7 @@
 
 import json
 import re
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ from safetensors.torch import load
 from tiny_run import TinyRun
 
 from miles_core.errors import StageError
+from miles_core.pipeline.fork import begin_fork, plan_fork
 from miles_core.pipeline.retention import retain
+from miles_core.pipeline.run import open_run
 from miles_core.store.manifest import Manifest
-from miles_core.store.parts import read_bytes
+from miles_core.store.parts import read_bytes, read_table
 from miles_core.store.tombstone import PrunedError
 
 
@@ -118,12 +121,12 @@ def test_what_cannot_be_replayed_says_why_and_what_to_do(run: TinyRun) -> None:
 
 
 def test_a_replay_that_comes_out_otherwise_stops_and_commits_nothing(run: TinyRun) -> None:
-    """Here the record says another learning rate than the updates were made with."""
+    """Here the update says another learning rate than it was made with."""
     prune(run)
-    path = Path(run.store.files.url(run.store.record_path))
-    record = json.loads(path.read_text())
-    record["config"]["optimizer"]["lr"] *= 1.001
-    path.write_text(json.dumps(record))
+    path = Path(run.store.files.url(line(run, "update", 0).folder), "manifest.json")
+    manifest = json.loads(path.read_text())
+    manifest["affecting_config"]["lr"] *= 1.001
+    path.write_text(json.dumps(manifest))
     wanted = line(run, "update", 0).content_digest[:12]
     with pytest.raises(StageError, match=rf"update of iteration 0 was replayed.* where {wanted} was recorded"):
         rerun(run, 1, "update")
@@ -157,3 +160,37 @@ def test_a_rerun_says_that_it_makes_what_was_pruned(run: TinyRun) -> None:
     outcome = run.stage(run.step(1, moves_line=False), "rollout")
     assert (outcome.reused, outcome.reason) == (False, "its latents, conditioning were pruned")
     assert run.stage(run.step(1, moves_line=False), "rewards").reused
+
+
+def test_a_fork_trains_on_from_what_its_parent_pruned(run: TinyRun) -> None:
+    """The policy that a fork keeps is replayed with the options that it was made with, not with the fork's; it comes out
+    as a rerun in the parent before anything was pruned."""
+    unpruned = rerun(run, 2, "update", lr=0.05, diffusion_clip_range=0.01)
+    before = {p: p.read_bytes() for p in (run.root / "runs" / "r").rglob("*") if p.is_file()}
+    prune(run, latents=2)
+    for i in range(2):
+        rerun(run, i, "rollout")
+    options = {"lr": 0.05, "diffusion_clip_range": 0.01}
+    begin_fork(plan_fork(run.store, run.config, "2", "child", overrides=options))
+    child = copy(run)
+    child.store, child.config = open_run("child", run.store.files.root)
+    updates = run.workers.updates
+    outcomes = child.iterate(2)
+    assert [stage for stage, outcome in outcomes.items() if not outcome.reused] == ["update", "sync"]
+    assert run.workers.updates == updates + 3
+    made = outcomes["update"].manifest
+    assert made.content_digest == unpruned.content_digest != line(run, "update", 2).content_digest
+    assert {u.run for u in made.upstream.values()} == {"r"}
+    assert {m.held_by for m in child.store.committed("update", 1)} == {"child"}
+    kept = [p for p in before if p.exists()]
+    assert all(p.read_bytes() == before[p] for p in kept) and len(kept) > len(before) / 2
+
+
+def test_a_fork_may_take_another_number_of_optimizer_steps(run: TinyRun) -> None:
+    begin_fork(plan_fork(run.store, run.config, "2", "child", overrides={"num_steps_per_rollout": 2}))
+    child = copy(run)
+    child.store, child.config = open_run("child", run.store.files.root)
+    update = child.iterate(2)["update"].manifest
+    rows = read_table(child.store.files, update.data[0]).to_pylist()
+    assert [row["global_step"] for row in rows] == [2, 3]
+    assert len(read_table(child.store.files, child.iterate(3)["update"].manifest.data[0]).to_pylist()) == 2

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import httpx
 import typer
 
-from flows.cli import config, doctor, down, fork, gallery, make_tiny, rerun, runs, show, stop, train, up
+from flows.cli import config, doctor, down, fork, gallery, lineage, make_tiny, query, rerun, runs, show, stop, train, up
 from miles_core.errors import InputError, StageError
 from miles_core.store.files import DamagedError
 
@@ -32,6 +32,8 @@ app.command("fork", context_settings=ANY_FLAGS)(fork.fork)
 app.command("show")(show.show)
 app.command("runs")(runs.runs)
 app.command("gallery")(gallery.gallery)
+app.command("query")(query.query)
+app.command("lineage")(lineage.lineage)
 app.command("config", context_settings=ANY_FLAGS)(config.config)
 app.command("make-tiny")(make_tiny.make_tiny)
 app.command("stop")(stop.stop)

@@ -51,6 +51,14 @@ class Files:
             return _s3().read(self.url(path))
         return Path(self.url(path)).read_bytes()
 
+    def read_range(self, path: str, start: int, stop: int) -> bytes:
+        """The bytes from `start` up to `stop`, fewer where the file ends before. Raises FileNotFoundError."""
+        if not self.local:
+            return _s3().read_range(self.url(path), start, stop)
+        with open(self.url(path), "rb") as file:
+            file.seek(start)
+            return file.read(stop - start)
+
     def exists(self, path: str) -> bool:
         """Whether there is a file."""
         try:

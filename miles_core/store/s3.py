@@ -75,6 +75,11 @@ def read(url: str) -> bytes:
     return _get(url).data
 
 
+def read_range(url: str, start: int, stop: int) -> bytes:
+    """The bytes from `start` up to `stop` of an object that is longer than `start`."""
+    return _get(url, Range=f"bytes={start}-{stop - 1}").data
+
+
 def size(url: str) -> int:
     """Bytes."""
     return int(_retried(url, "read", lambda: _call("head_object", url))["ContentLength"])
@@ -230,13 +235,13 @@ def _put_if(url: str, data: bytes, metadata: dict[str, str], condition: dict[str
     _retried(url, "written", lambda: _call("put_object", url, Body=data, Metadata=metadata, **condition))
 
 
-def _get(url: str) -> _Found:
+def _get(url: str, **arguments: str) -> _Found:
     client = _client()
-    return _retried(url, "read", lambda: sync(client.loop, _fetch, client, *_split(url)))
+    return _retried(url, "read", lambda: sync(client.loop, _fetch, client, *_split(url), **arguments))
 
 
-async def _fetch(client: Any, bucket: str, key: str) -> _Found:
-    answer = await client._call_s3("get_object", Bucket=bucket, Key=key)
+async def _fetch(client: Any, bucket: str, key: str, **arguments: str) -> _Found:
+    answer = await client._call_s3("get_object", Bucket=bucket, Key=key, **arguments)
     async with answer["Body"] as body:
         data = await body.read()
     return _Found(data, answer["ETag"], _writers(answer))

@@ -12,6 +12,7 @@ from deployments.recipes import recipe as build_recipe
 from miles_core.config import RunConfig
 from miles_core.config.folders import code_path, home
 from miles_core.config.overrides import from_mapping
+from miles_core.errors import InputError
 from miles_core.observe.history import History
 from miles_core.observe.terminal import Terminal
 from miles_core.pipeline.inputs import Inputs
@@ -59,9 +60,20 @@ class Session:
 _OPEN: dict[tuple[str, str], Session] = {}
 
 
+SAME = "same"
+
+
 def plan(recipe: str, overrides: dict[str, Any], begun_by: str | None = None) -> Plan:
-    """Recipe and changes to a checked plan; nothing is written. Raises InputError."""
-    return plan_run(build_recipe(recipe).replace(**from_mapping(overrides)), recipe, begun_by)
+    """Recipe and changes to a checked plan; nothing is written. The recipe `same` is what the run named by run_id was
+    begun with. Raises InputError."""
+    changes = from_mapping(overrides)
+    if recipe != SAME:
+        return plan_run(build_recipe(recipe).replace(**changes), recipe, begun_by)
+    if not changes.get("run_id") or changes.get("new") in (True, "true"):
+        raise InputError("the recipe `same` carries a run on: give its name by --run-id, and no --new")
+    store, config = open_run(str(changes["run_id"]), changes.get("artifact_root"))
+    changes["artifact_root"] = store.files.root
+    return plan_run(config.replace(**changes), str((store.record() or {})["recipe"]), begun_by)
 
 
 @contextlib.contextmanager
@@ -71,7 +83,7 @@ def train_session(recipe: str, overrides: dict[str, Any], flow_run_id: str | Non
     planned = plan(recipe, overrides, flow_run_id)
     with line_lock(planned.store, TERMINAL.say) as (store, lock):
         planned = replace(planned, store=store)
-        begin_run(planned, recipe, code_path(planned.config), flow_run_id)
+        begin_run(planned, planned.recipe, code_path(planned.config), flow_run_id)
         with _holding(planned.config, planned.inputs, store, lock, faults) as session:
             key = (store.files.root, store.run)
             _OPEN[key] = session

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from deployments.recipes import RECIPES
 from flows.iteration import iteration_of
-from flows.session import train_session
+from flows.session import SAME, train_session
 from miles_core.config.forms import NONE, Options, changes_of
 from miles_core.config.overrides import as_flags
 from miles_core.observe.terminal import iteration_line
@@ -24,7 +24,7 @@ def _name() -> str:
     return f"{changes_of(given.get('options')).get('run_id') or given['recipe']} · train"
 
 
-Recipe = Annotated[str, Field(json_schema_extra={"enum": list(RECIPES)})]
+Recipe = Annotated[str, Field(json_schema_extra={"enum": [*RECIPES, SAME]})]
 
 
 @flow(name="train", flow_run_name=_name, validate_parameters=False)
@@ -32,7 +32,8 @@ def train(recipe: Recipe = "tiny", options: Options = NONE) -> dict[str, Any]:
     """Train from a recipe, or carry the run on where it stands.
 
     Args:
-        recipe: what is trained: a recipe of deployments/recipes.
+        recipe: what is trained: a recipe of deployments/recipes; or `same`: what the run named by options.run.run_id was
+            begun with.
         options: options by concern; those left out are as the recipe has them.
     """
     started, changes = time.monotonic(), changes_of(options)

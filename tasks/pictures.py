@@ -4,7 +4,8 @@ import contextlib
 import contextvars
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from prefect.artifacts import (
@@ -15,15 +16,22 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 
+from miles_core.observe.gallery import make_gallery
+from miles_core.observe.gallery_page import told as gallery_told
 from miles_core.observe.history import History
 from miles_core.observe.plots import reward_svg, svg_url
+from miles_core.observe.query_output import cell
 from miles_core.observe.samples import sample_sheet
-from miles_core.store.files import DamagedError
+from miles_core.store.files import DamagedError, Files
 from miles_core.store.manifest import Manifest
+from miles_core.store.questions import QUESTIONS, question
+from miles_core.store.run_store import RunStore
 from tasks.publish import key_of
 
 # The UI shows pictures as data: URLs up to about 300 KB of text; base64 makes 4 bytes of 3.
 _SHEET_BYTES = 200_000
+_ROWS = 200
+_PAGE_BYTES = 30_000_000
 _FIRST_SECONDS, _EVERY_SECONDS = 5.0, 3.0
 
 
@@ -55,6 +63,38 @@ def publish_run(history: History) -> None:
         )
     create_table_artifact(
         table=history.table(), key=key_of(run, "iterations"), description=f"iterations of {run}, the newest first"
+    )
+
+
+def publish_answer(store: RunStore, name: str, sql: str | None = None) -> None:
+    """The answer of a ready question, or of a query, over one run; at most its first 200 rows."""
+    from miles_core.store.sql import Database
+
+    text = sql or question(name).sql
+    database = Database(store.files, [store.run], text)
+    rows = database.run()
+    shown: list[dict[str, Any]] = []
+    for batch in database.read(rows):
+        shown += [{column: cell(value) for column, value in row.items()} for row in batch.to_pylist()]
+        if len(shown) >= _ROWS:
+            break
+    asks = "your query" if sql else QUESTIONS[name].asks
+    first = f", the first {_ROWS} rows" if len(shown) > _ROWS else ""
+    create_table_artifact(
+        table=shown[:_ROWS],
+        key=key_of(store.run, name),
+        description=f"{store.run}: {asks}{first}\n\n```sql\n{text}\n```",
+    )
+
+
+def publish_gallery(store: RunStore, iterations: Sequence[int], path: Path) -> None:
+    """Write the gallery page, and say where it is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = make_gallery(store, iterations, _PAGE_BYTES, (f"miles lineage {store.run}", ""))
+    Files(str(path.parent)).replace(path.name, made.html)
+    lines = "\n".join(f"- {line.strip()}" for line in gallery_told(made, f"`{path}`"))
+    create_markdown_artifact(
+        f"## Gallery of {store.run}\n\n{lines}\n", key=key_of(store.run, "gallery"), description=f"gallery page: {path}"
     )
 
 

@@ -13,7 +13,9 @@ from miles_core.errors import InputError
 
 def train(
     context: typer.Context,
-    recipe: str = typer.Argument(help="Recipe: tiny, tiny-ocr, or a full name."),
+    recipe: str = typer.Argument(
+        help="Recipe: tiny, tiny-ocr, or a full name; same: what the run of --run-id was begun with."
+    ),
 ) -> None:
     """Train from a recipe, or carry the run on. Any option of `miles config` goes on the command line:
     --num-rollout 5 --lr 1e-3 --run-id NAME --artifact-root DIR."""

@@ -27,6 +27,10 @@ class History:
             if missing:
                 self._read |= {(stage, i): m for i, m in on_line(self.store, stage, missing).items()}
 
+    def on_line(self, stage: StageName, iteration: int) -> Manifest | None:
+        """The attempt that the line named at the last `refresh`."""
+        return self._read.get((stage, iteration))
+
     def points(self) -> list[Point]:
         """The reward curve's points, ascending."""
         rewards = sorted(i for stage, i in self._read if stage == "rewards")

@@ -25,6 +25,7 @@ LATEST = "latest"
 class Plan:
     """A checked run, before anything of it is written. `begun`: the run exists and is carried on."""
 
+    recipe: str
     config: RunConfig
     inputs: Inputs
     store: RunStore
@@ -55,7 +56,7 @@ def plan_run(config: RunConfig, recipe: str, begun_by: str | None = None, *, inp
     meaning = meaning_of(config, inputs)
     if record is not None:
         _refuse_other_meaning(name, record["meaning"], meaning)
-    return Plan(config, inputs, store, record is not None, meaning)
+    return Plan(recipe, config, inputs, store, record is not None, meaning)
 
 
 def _record(store: RunStore) -> dict[str, Any] | None:

@@ -32,9 +32,10 @@ class History:
         return self._read.get((stage, iteration))
 
     def points(self) -> list[Point]:
-        """The reward curve's points, ascending."""
+        """The reward curve's points, those that are finite, ascending."""
         rewards = sorted(i for stage, i in self._read if stage == "rewards")
-        return [point_of(self._read["rewards", i], self._read.get(("advantages", i))) for i in rewards]
+        points = (point_of(self._read["rewards", i], self._read.get(("advantages", i))) for i in rewards)
+        return [point for point in points if point.finite]
 
     def table(self, newest: int = 300) -> list[dict[str, Any]]:
         """A row an iteration, the newest first: figures as text, seconds of each stage. At most `newest` rows."""

@@ -29,11 +29,17 @@ class Point:
     scores: Mapping[str, float] = field(default_factory=dict)
     zero_std: float | None = None
 
+    @property
+    def finite(self) -> bool:
+        """Whether it can be drawn."""
+        return all(map(math.isfinite, (self.mean, self.low, self.high)))
+
 
 def reward_points(store: RunStore) -> list[Point]:
-    """The points of every iteration whose rewards are on the line, ascending."""
+    """The points of every iteration whose rewards are on the line and finite, ascending."""
     advantages = on_line(store, "advantages")
-    return [point_of(rewards, advantages.get(i)) for i, rewards in on_line(store, "rewards").items()]
+    points = (point_of(rewards, advantages.get(i)) for i, rewards in on_line(store, "rewards").items())
+    return [point for point in points if point.finite]
 
 
 def point_of(rewards: Manifest, advantages: Manifest | None) -> Point:

@@ -8,6 +8,7 @@ import pytest
 from roots import FolderRoot, Root
 from synthetic_run import SyntheticRun
 
+from miles_core.observe.history import History
 from miles_core.observe.plots import Point, reward_points, reward_svg, svg_url
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -48,7 +49,10 @@ def test_an_iteration_whose_rewards_are_no_numbers_is_no_point(tmp_path: Path) -
     for stage in ("prompts", "rollout"):
         run.make(stage, 1)
     run.make("rewards", 1, reward=lambda sample, group: float("nan"))
-    assert [p.iteration for p in reward_points(run.draw_line())] == [0]
+    store = run.draw_line()
+    history = History(store)
+    history.refresh()
+    assert [p.iteration for p in reward_points(store)] == [p.iteration for p in history.points()] == [0]
 
 
 def test_the_mean_is_a_line_inside_the_band() -> None:

@@ -1,4 +1,4 @@
-"""One RL iteration: prompts → rollout → rewards → advantages → update → sync."""
+"""One RL iteration: prompts → rollout → rewards → advantages → update → sync, and evaluation when it is due."""
 
 from typing import Any, cast
 
@@ -7,12 +7,14 @@ from prefect.runtime import flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.session import run_session
+from miles_core.pipeline.evaluation import BEFORE_TRAINING
 from miles_core.pipeline.feed import RolloutFeed
 from miles_core.pipeline.iteration import finished
 from miles_core.pipeline.log import log_iteration
 from miles_core.pipeline.retention import retain
 from miles_core.pipeline.upstream import policy_in_force
 from tasks.advantages import normalize_advantages
+from tasks.evaluation import evaluate_when_due
 from tasks.prompts import sample_prompts
 from tasks.publish import commit
 from tasks.rewards import score_rewards
@@ -40,7 +42,7 @@ def iteration(run: str, iteration: int, artifact_root: str | None = None) -> Non
         if not finished(step):
             session.workers.start_all()
         if iteration == 0:
-            commit(initialize_policy, step)
+            evaluate_when_due(step.at(BEFORE_TRAINING), commit(initialize_policy, step))
         prompts = commit(sample_prompts, step)
         policy = policy_in_force(step)
         feed = RolloutFeed()
@@ -56,5 +58,6 @@ def iteration(run: str, iteration: int, artifact_root: str | None = None) -> Non
         advantages = commit(normalize_advantages, step, scored)
         update = commit(update_policy, step, made, advantages, policy)
         commit(sync_weights, step, update)
+        evaluate_when_due(step, update)
         log_iteration(step, made, scored, update)
         retain(step)

@@ -9,6 +9,7 @@ from prefect.runtime import flow_run
 from flows.iteration import iteration as run_iteration
 from flows.session import train_session
 from miles_core.pipeline.budget import disk_line
+from miles_core.pipeline.evaluation import missing
 from miles_core.pipeline.iteration import finished
 
 
@@ -32,12 +33,13 @@ def train(recipe: str = "tiny", overrides: dict[str, Any] | None = None) -> dict
         print(f"run {run} · {total} iterations · artifacts {session.store.files.url(run)}", flush=True)
         reused = 0
         for number in range(total):
-            if flow_run.run_count == 1 and finished(session.step(number)):
+            step = session.step(number)
+            if flow_run.run_count == 1 and finished(step) and not missing(step):
                 print(f"iteration {number}: reused", flush=True)
                 reused += 1
                 continue
             if reused == number:
-                print(disk_line(session.step(number)), flush=True)
+                print(disk_line(step), flush=True)
             print(f"iteration {number}", flush=True)
             run_iteration(run=run, iteration=number, artifact_root=root)
         seconds = time.monotonic() - started

@@ -6,12 +6,14 @@ from typing import Any, cast
 from prefect.artifacts import create_markdown_artifact
 from prefect.context import FlowRunContext
 from prefect.logging import get_run_logger
-from prefect.states import Completed
+from prefect.states import Completed, Failed, State
 
 from miles_core.observe.terminal import figures_of, stage_line
 from miles_core.pipeline.stage import Outcome
 from miles_core.store.files import Files
 from miles_core.store.manifest import Manifest
+
+TOLD = "Failed, training goes on"
 
 
 def publish(outcome: Outcome, files: Files) -> Manifest:
@@ -21,12 +23,20 @@ def publish(outcome: Outcome, files: Files) -> Manifest:
     print(line, flush=True)
     if FlowRunContext.get() is not None:
         get_run_logger().info(line.strip())
-        create_markdown_artifact(
-            _markdown(outcome, files), key=_key(outcome.manifest), description=" ".join(line.split())
-        )
+        key = _key(outcome.manifest.run, outcome.manifest.stage)
+        create_markdown_artifact(_markdown(outcome, files), key=key, description=" ".join(line.split()))
     if outcome.reused:
         return cast(Manifest, Completed(name="Cached", data=outcome.manifest))
     return outcome.manifest
+
+
+def publish_failure(run: str, stage: str, sentence: str) -> State:
+    """Tell of a stage whose failure ends nothing. The state, for its task to return, is a failed one by the name TOLD."""
+    print(f"  {sentence}", flush=True)
+    if FlowRunContext.get() is not None:
+        get_run_logger().error(sentence)
+        create_markdown_artifact(f"## {stage}\n\n{sentence}\n", key=_key(run, stage), description=sentence)
+    return Failed(name=TOLD, message=sentence)
 
 
 def commit(stage: Any, *arguments: Any) -> Manifest:
@@ -35,14 +45,14 @@ def commit(stage: Any, *arguments: Any) -> Manifest:
     return manifest
 
 
-def _key(manifest: Manifest) -> str:
-    return re.sub(r"[^a-z0-9-]+", "-", f"{manifest.run}-{manifest.stage}".lower())
+def _key(run: str, stage: str) -> str:
+    return re.sub(r"[^a-z0-9-]+", "-", f"{run}-{stage}".lower())
 
 
 def _markdown(outcome: Outcome, files: Files) -> str:
     m = outcome.manifest
     rows = {
-        "run": f"{m.run}, iteration {m.iteration}",
+        "run": f"{m.run}, iteration {m.iteration}" if m.iteration >= 0 else f"{m.run}, before training",
         "what": "reused" if outcome.reused else "computed",
         "why": outcome.reason,
         "figures": figures_of(m.stage, m.summary),

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import httpx
 import typer
 
-from flows.cli import config, down, make_tiny, rerun, runs, show, stop, train
+from flows.cli import config, down, evaluate, make_tiny, rerun, runs, show, stop, train
 from miles_core.errors import InputError, StageError
 from miles_core.store.files import DamagedError
 
@@ -27,6 +27,7 @@ _INTERRUPTED = 130
 ANY_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.command("train", context_settings=ANY_FLAGS)(train.train)
 app.command("rerun", context_settings=ANY_FLAGS)(rerun.rerun)
+app.command("evaluate", context_settings=ANY_FLAGS)(evaluate.evaluate)
 app.command("show")(show.show)
 app.command("runs")(runs.runs)
 app.command("config", context_settings=ANY_FLAGS)(config.config)

@@ -18,7 +18,7 @@ from miles_core.store.run_store import Attempt, RunStore, consumed
 from miles_core.store.stages import StageName
 
 Upstreams = dict[str, Manifest]
-RESUMABLE: tuple[StageName, ...] = ("rollout", "rewards")
+RESUMABLE: tuple[StageName, ...] = ("rollout", "rewards", "evaluation")
 _LIBRARIES = ("torch", "diffusers", "transformers", "peft", "ray", "pyarrow", "paddleocr", "onnxruntime", "pillow")
 
 
@@ -28,7 +28,7 @@ def _no_progress(stage: str, done: int, total: int) -> None:
 
 class Step:
     """All that the stages of one iteration share. `moves_line` is true for train alone; `fence` raises where this
-    command may not commit any more.
+    command may not commit any more; `force` makes stages again that are committed.
 
     A plain class: Prefect walks through dataclasses among a task's parameters.
     """
@@ -45,10 +45,11 @@ class Step:
         flow_run_id: str | None = None,
         progress: Callable[[str, int, int], None] = _no_progress,
         fence: Callable[[], None] = lambda: None,
+        force: bool = False,
     ) -> None:
         self.config, self.inputs, self.store, self.workers = config, inputs, store, workers
         self.iteration, self.moves_line, self.flow_run_id, self.progress = iteration, moves_line, flow_run_id, progress
-        self.fence = fence
+        self.fence, self.force = fence, force
 
     def at(self, iteration: int) -> "Step":
         """The same step at another iteration."""
@@ -92,6 +93,8 @@ def stage_fingerprint(step: Step, stage: StageName, upstream_fingerprints: dict[
 
 def find_stage(step: Step, stage: StageName, upstream: Upstreams) -> Manifest | None:
     """The committed attempt that answers this very question, the one on the line before others."""
+    if step.force:
+        return None
     wanted = stage_fingerprint(step, stage, {n: m.fingerprint for n, m in upstream.items()})
     same = step.store.matching(stage, step.iteration, wanted, upstream)
     return next((manifest for manifest in same if _answers(step, manifest)), None)
@@ -192,6 +195,8 @@ def why(step: Step, stage: StageName, upstream: Upstreams) -> str:
     ]
     if not reasons and (stone := step.store.pruned(previous)):
         return f"its {', '.join(stone.what)} {'was' if len(stone.what) == 1 else 'were'} pruned"
+    if not reasons and step.force:
+        return "asked for again"
     return ", ".join(reasons) or "an upstream stage was asked for differently"
 
 

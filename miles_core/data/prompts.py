@@ -37,7 +37,7 @@ def resolve_prompt_path(prompt_data: str, option: str = "--prompt-data") -> Path
     return local_path(prompt_data, option)
 
 
-def eval_set(eval_prompt_data: str) -> tuple[str, str]:
+def named_set(eval_prompt_data: str) -> tuple[str, str]:
     """(name, file) of --eval-prompt-data: NAME PATH, or the path alone. Raises InputError for a name that is none."""
     name, _, path = eval_prompt_data.partition(" ")
     if not path.strip() or os.path.isfile(eval_prompt_data):

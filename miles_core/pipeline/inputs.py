@@ -5,7 +5,7 @@ from pathlib import Path
 
 from miles_core.config import RunConfig
 from miles_core.config.folders import home
-from miles_core.data.prompts import Prompt, eval_set, load_prompts, prompts_digest, resolve_prompt_path
+from miles_core.data.prompts import Prompt, load_prompts, named_set, prompts_digest, resolve_prompt_path
 from miles_core.errors import InputError
 from miles_core.families.resolve import checkpoint_digest, family_of, resolve_checkpoint
 from miles_core.rewards.ocr_models import ocr_model_dirs, ocr_models_digest
@@ -86,6 +86,7 @@ def resolve_inputs(config: RunConfig, *, evaluation: bool = True) -> Inputs:
     )
     components = components_of(config.reward.rm_type, (p.metadata.get("rm_type") for p in prompts))
     ocr = _ocr(config, components)
+    eval_set = resolve_eval_set(config) if evaluation else None
     checkpoint = resolve_checkpoint(config.rollout.hf_checkpoint, home())
     return Inputs(
         checkpoint=checkpoint,
@@ -97,7 +98,7 @@ def resolve_inputs(config: RunConfig, *, evaluation: bool = True) -> Inputs:
         components=tuple(components),
         ocr_folders=ocr,
         ocr_digest=ocr_models_digest(*ocr) if ocr else None,
-        evaluation=resolve_eval_set(config) if evaluation else None,
+        evaluation=eval_set,
     )
 
 
@@ -106,7 +107,7 @@ def resolve_eval_set(config: RunConfig) -> EvalSet | None:
     if config.evaluation.eval_prompt_data is None:
         return None
     option = "--eval-prompt-data"
-    name, path = eval_set(config.evaluation.eval_prompt_data)
+    name, path = named_set(config.evaluation.eval_prompt_data)
     prompts = load_prompts(
         resolve_prompt_path(path, option),
         input_key=config.data.input_key,

@@ -8,7 +8,7 @@ from typing import Any
 
 from miles_core.config import FIELDS, RunConfig, affects, build, by_content, flag
 from miles_core.config.folders import artifact_root, local_path
-from miles_core.data.prompts import PROMPT_SETS, eval_set
+from miles_core.data.prompts import PROMPT_SETS, named_set
 from miles_core.errors import InputError
 from miles_core.families.resolve import TINY_SD3
 from miles_core.pipeline.inputs import Inputs, resolve_inputs
@@ -86,7 +86,7 @@ def _absolute(config: RunConfig) -> RunConfig:
         value = config.flat()[name]
         if not by_content(name) or not value:
             continue
-        words, path = eval_set(value) if name == "eval_prompt_data" else ("", value)
+        words, path = named_set(value) if name == "eval_prompt_data" else ("", value)
         if path not in PROMPT_SETS and path != TINY_SD3:
             path = str(local_path(path, flag(name)))
         changes[name] = f"{words} {path}".strip()

@@ -16,10 +16,9 @@ from miles_core.algorithms.advantages import post_process_rewards
 from miles_core.algorithms.flow_grpo import LossContext, flow_grpo_loss_formula, prepare_flow_grpo_batch
 from miles_core.algorithms.sde import sde_step_backend
 from miles_core.config import RunConfig
-from miles_core.data.eval_samples import eval_samples
 from miles_core.data.sample import Sample
 from miles_core.errors import InputError, StageError
-from miles_core.pipeline import evaluation, prompts
+from miles_core.pipeline import prompts
 from miles_core.pipeline.inputs import Inputs, resolve_inputs
 from miles_core.pipeline.retention import rules_of
 from miles_core.pipeline.run import begin_run, plan_run
@@ -292,50 +291,3 @@ def tries_of_a_failing_score(c: RunConfig, place: Place) -> int:
 
 def confidence(c: RunConfig, place: Place) -> float:
     return RewardWorker(c.flat()).scorers.ocr_min_confidence
-
-
-# Evaluation
-
-
-def evaluated_iterations(c: RunConfig, place: Place) -> list[int]:
-    return [i for i in range(-1, 5) if evaluation.due(place.step(c).at(i))]
-
-
-def evaluation_requests(c: RunConfig, place: Place) -> list[GenerateRequest]:
-    """What an evaluation asks the engines for."""
-    asked: list[GenerateRequest] = []
-
-    class Listed:
-        async def generate(self, request: GenerateRequest, microgroup: list[Sample]) -> None:
-            asked.append(request)
-
-    groups = eval_samples(cast(Any, resolve_inputs(c).evaluation).prompts, c.evaluation.n_samples_per_eval_prompt)
-    token = GENERATOR.set(Listed())
-    args = evaluation.eval_args(c, len(groups))
-    generate_rollout(args, 0, SimpleNamespace(get_samples=lambda count: groups[:count]), evaluation=True)
-    GENERATOR.reset(token)
-    return asked
-
-
-def evaluation_requested(name: str) -> Any:
-    return lambda c, place: getattr(evaluation_requests(c, place)[0], name)
-
-
-def evaluated_words(c: RunConfig, place: Place) -> set[str]:
-    return {request.prompt.split()[0] for request in evaluation_requests(c, place)}
-
-
-def evaluation_samples(c: RunConfig, place: Place) -> tuple[int, list[int]]:
-    """How many, and how many in each request."""
-    counts = [request.num_outputs for request in evaluation_requests(c, place)]
-    return sum(counts), counts
-
-
-def failed_evaluation(c: RunConfig, place: Place) -> str:
-    step = place.step(c)
-    step.moves_line, step.workers = True, cast(Any, SimpleNamespace(aborted=False))
-    try:
-        assert "training goes on" in evaluation.told(step, StageError("no engine"))
-    except StageError:
-        return "ends"
-    return "goes on"

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import consumers as see
+import evaluation_consumers as evaluated
 from consumers import Place
 
 from miles_core.config import RunConfig
@@ -266,14 +267,14 @@ LORA: dict[str, Effect | OneChoice] = {
 }
 
 EVALUATION: dict[str, Effect | OneChoice] = {
-    "eval_interval": Effect(2, see.evaluated_iterations, [], [-1, 1, 3], base=EVALUATED),
-    "eval_prompt_data": Effect("{}/q.jsonl", see.evaluated_words, {"e"}, {"q"}, base=EVALUATED),
-    "n_samples_per_eval_prompt": Effect(3, see.evaluation_samples, (9, [1] * 9), (27, [3] * 9), base=EVALUATED),
-    "diffusion_eval_num_steps": Effect(40, see.evaluation_requested("num_inference_steps"), 6, 40, base=EVALUATED),
+    "eval_interval": Effect(2, evaluated.iterations, [], [-1, 1, 3], base=EVALUATED),
+    "eval_prompt_data": Effect("{}/q.jsonl", evaluated.words, {"e"}, {"q"}, base=EVALUATED),
+    "n_samples_per_eval_prompt": Effect(3, evaluated.samples, (9, [1] * 9), (27, [3] * 9), base=EVALUATED),
+    "diffusion_eval_num_steps": Effect(40, evaluated.requested("num_inference_steps"), 6, 40, base=EVALUATED),
     "skip_eval_before_train": Effect(
-        True, see.evaluated_iterations, [-1, 1, 3], [1, 3], base=EVALUATED | {"eval_interval": 2}
+        True, evaluated.iterations, [-1, 1, 3], [1, 3], base=EVALUATED | {"eval_interval": 2}
     ),
-    "stop_on_eval_failure": Effect(True, see.failed_evaluation, "goes on", "ends", base=EVALUATED),
+    "stop_on_eval_failure": Effect(True, evaluated.after_a_failure, "goes on", "ends", base=EVALUATED),
 }
 
 EFFECTS = RUN | CLUSTER | TRAINING | OPTIMIZER | ROLLOUT | DATA | ALGORITHM | REWARD | LORA | EVALUATION

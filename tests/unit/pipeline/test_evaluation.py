@@ -1,6 +1,7 @@
 """evaluation beside the chain: what it asks for, what it commits, when it is due, what its failure does."""
 
 import io
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,11 +10,13 @@ import pyarrow as pa
 import pytest
 import torch
 from PIL import Image
+from roots import FolderRoot, Root
 from tiny_run import TinyRun
 
 from miles_core.data.eval_samples import FIRST_SEED, eval_samples
 from miles_core.errors import InputError, StageError
 from miles_core.pipeline import evaluation
+from miles_core.pipeline.budget import estimate, measured
 from miles_core.pipeline.inputs import resolve_inputs
 from miles_core.pipeline.iteration import finished
 from miles_core.pipeline.log import log_evaluation
@@ -28,7 +31,7 @@ from miles_core.rollout.protocol import GenerateRequest
 from miles_core.rollout.rollout_function import sampling_params
 from miles_core.store.lock import LockLost
 from miles_core.store.parts import read_bytes, read_table
-from miles_core.store.run_store import Attempt
+from miles_core.store.run_store import Attempt, RunStore
 from miles_core.store.schemas import evaluation_schema
 from miles_core.weights.packing import to_push
 
@@ -113,6 +116,22 @@ def test_the_same_policy_gives_the_same_digest_and_another_another(evaluated: Ti
     assert second.manifest.content_digest == first.content_digest
     assert evaluate(evaluated.step(3)).manifest.content_digest != first.content_digest
     assert evaluate(evaluated.step(1)).reused
+
+
+def test_it_lies_beside_policy_init_and_in_its_iteration_in_a_folder_and_in_a_bucket(
+    evaluated: TinyRun, root: Root
+) -> None:
+    files = evaluated.store.files
+    for name in FolderRoot(Path(files.root)).names():
+        root.put(name, files.read(name))
+    step = evaluated.step(1)
+    step.store = RunStore(root.files, evaluated.store.run)
+    folders = [evaluate(one).manifest.folder for one in (step.at(-1), step)]
+    assert folders[0].startswith("r/policy/evaluation/")
+    assert folders[1].startswith("r/iteration=000001/stage=evaluation/")
+    assert not evaluation.missing(step) and evaluate(step).reused
+    assert step.store.line_iterations("evaluation") == [-1, 1]
+    assert not any("latents" in name or "conditioning" in name for name in root.names() if folders[1] in name)
 
 
 def test_requests_are_ode_steps_of_one_prompt_whatever_training_does(evaluated: TinyRun) -> None:
@@ -243,6 +262,16 @@ def test_metrics_are_by_set(evaluated: TinyRun, capsys: pytest.CaptureFixture[st
     assert float(shown["eval/held-out/reward/raw_mean"]) == pytest.approx(float(rewards.mean()), rel=1e-3)
     assert float(shown["eval/held-out/reward/raw_std"]) == pytest.approx(float(rewards.std(correction=0)), rel=1e-3)
     assert "perf/eval_time" in shown
+
+
+def test_the_disk_line_counts_evaluations(evaluated: TinyRun) -> None:
+    made = evaluate(evaluated.step(1)).manifest
+    written = (sum(part.bytes for part in made.parts) + len(made.to_bytes())) / 2
+    without = evaluated.config.replace(eval_interval=None)
+    sizes = [estimate(config, evaluated.inputs).rest for config in (evaluated.config, without)]
+    assert sizes[0] - sizes[1] == pytest.approx(written, rel=0.25)
+    known = [measured(evaluated.store, config) for config in (evaluated.config, without)]
+    assert known[0] and known[1] and known[0][1].rest - known[1][1].rest == pytest.approx(written)
 
 
 def test_nothing_is_found_under_other_options(evaluated: TinyRun) -> None:

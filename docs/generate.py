@@ -51,6 +51,7 @@ def artifacts() -> str:
         "advantages": schemas.ADVANTAGES,
         "update": schemas.UPDATE,
         "sync": schemas.SYNC,
+        "evaluation": schemas.evaluation_schema(["ocr"]),
     }
     out = [(HERE / "artifacts_head.md").read_text().rstrip()]
     for name, schema in tables.items():

@@ -1,4 +1,4 @@
-"""One RL iteration: prompts → rollout → rewards → advantages → update → sync."""
+"""One RL iteration: prompts → rollout → rewards → advantages → update → sync, and evaluation when it is due."""
 
 from collections.abc import Callable
 from types import FunctionType
@@ -9,12 +9,14 @@ from prefect.runtime import flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.session import run_session
+from miles_core.pipeline.evaluation import BEFORE_TRAINING
 from miles_core.pipeline.feed import RolloutFeed
 from miles_core.pipeline.iteration import finished
 from miles_core.pipeline.log import log_iteration
 from miles_core.pipeline.retention import retain
 from miles_core.pipeline.upstream import policy_in_force
 from tasks.advantages import normalize_advantages
+from tasks.evaluation import evaluate_when_due
 from tasks.pictures import Progress, publish_run, publish_samples
 from tasks.prompts import sample_prompts
 from tasks.publish import commit
@@ -44,7 +46,7 @@ def iteration(run: str, iteration: int, artifact_root: str | None = None) -> Non
         if not finished(step):
             session.workers.start_all()
         if iteration == 0:
-            commit(initialize_policy, step)
+            evaluate_when_due(step.at(BEFORE_TRAINING), commit(initialize_policy, step))
         prompts = commit(sample_prompts, step)
         policy = policy_in_force(step)
         feed = RolloutFeed()
@@ -61,6 +63,7 @@ def iteration(run: str, iteration: int, artifact_root: str | None = None) -> Non
         publish_samples(session.history, made, scored, advantages)
         update = commit(update_policy, step, made, advantages, policy)
         commit(sync_weights, step, update)
+        evaluate_when_due(step, update)
         log_iteration(step, made, scored, update)
         session.rewards[iteration] = scored.summary["reward_mean"]
         publish_run(session.history)

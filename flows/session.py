@@ -15,7 +15,8 @@ from miles_core.config.overrides import from_mapping
 from miles_core.errors import InputError
 from miles_core.observe.history import History
 from miles_core.observe.terminal import Terminal
-from miles_core.pipeline.inputs import Inputs
+from miles_core.pipeline.inputs import Inputs, resolve_eval_set
+from miles_core.pipeline.rerun import check_overrides
 from miles_core.pipeline.run import Plan, actors_of, begin_run, inputs_of_run, line_lock, open_run, plan_run
 from miles_core.pipeline.stage import Step
 from miles_core.runtime.faults import arm
@@ -133,10 +134,32 @@ def run_session(
         yield shared
         return
     config = config.replace(**from_mapping(overrides or {}))
-    inputs = inputs_of_run(store, config, overrides or {})
+    inputs = inputs_of_run(store, config, overrides or {}, evaluation=moves_line)
     if moves_line:
         with line_lock(store, TERMINAL.say) as (held, lock), _holding(config, inputs, held, lock, arm()) as session:
             yield session
     else:
         with Workers(config, inputs, home() / "state", TERMINAL.say, faults=arm()) as workers:
             yield Session(config, inputs, store, workers, None)
+
+
+def evaluation_plan(run: str, root: str | None, overrides: dict[str, Any]) -> tuple[RunStore, RunConfig, Inputs]:
+    """What an evaluation of an existing run is made with: the run's own inputs, and the evaluation set that its options
+    and these changes name. Raises InputError."""
+    changes = from_mapping(overrides)
+    check_overrides(changes, ("evaluation",))
+    store, config = open_run(run, root)
+    inputs = inputs_of_run(store, config, {})
+    changed = config.replace(**changes)
+    evaluated = resolve_eval_set(changed)
+    if evaluated is None:
+        raise InputError(f"run {run} names no evaluation set: give --eval-prompt-data NAME PATH")
+    return store, changed, replace(inputs, evaluation=evaluated)
+
+
+@contextlib.contextmanager
+def evaluation_session(run: str, root: str | None, overrides: dict[str, Any]) -> Iterator[Session]:
+    """The session of an evaluation beside the run: processes of its own, no lock, whoever trains the run."""
+    store, config, inputs = evaluation_plan(run, root, overrides)
+    with Workers(config, inputs, home() / "state", TERMINAL.say, faults=arm()) as workers:
+        yield Session(config, inputs, store, workers, None)

@@ -15,6 +15,7 @@ from miles_core.config.forms import NONE, Options, changes_of
 from miles_core.config.overrides import as_flags
 from miles_core.observe.terminal import iteration_line
 from miles_core.pipeline.budget import disk_line
+from miles_core.pipeline.evaluation import missing
 from miles_core.pipeline.iteration import finished
 from tasks.failure import told
 
@@ -45,12 +46,13 @@ def train(recipe: Recipe = "tiny", options: Options = NONE) -> dict[str, Any]:
         print(f"run {run} · {total} iterations · artifacts {session.store.files.url(run)}", flush=True)
         reused, took = 0, list[float]()
         for number in range(total):
-            if finished(session.step(number)):
+            step = session.step(number)
+            if finished(step) and not missing(step):
                 print(f"iteration {number}: reused", flush=True)
                 reused += 1
                 continue
             if reused == number:
-                print(disk_line(session.step(number)), flush=True)
+                print(disk_line(step), flush=True)
             print(f"iteration {number}", flush=True)
             begun = time.monotonic()
             iteration_of(number)(run=run, iteration=number, artifact_root=root)

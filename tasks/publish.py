@@ -6,12 +6,14 @@ from typing import Any, cast
 from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
 from prefect.context import FlowRunContext
 from prefect.logging import get_run_logger
-from prefect.states import Completed
+from prefect.states import Completed, Failed, State
 
 from miles_core.observe.terminal import figures_of, stage_line
 from miles_core.pipeline.stage import Outcome
 from miles_core.store.files import Files
 from miles_core.store.manifest import Manifest
+
+TOLD = "Failed, training goes on"
 
 
 def publish(outcome: Outcome, files: Files) -> Manifest:
@@ -29,6 +31,15 @@ def publish(outcome: Outcome, files: Files) -> Manifest:
     if outcome.reused:
         return cast(Manifest, Completed(name="Cached", data=outcome.manifest))
     return outcome.manifest
+
+
+def publish_failure(run: str, stage: str, sentence: str) -> State:
+    """Tell of a stage whose failure ends nothing. The state, for its task to return, is a failed one by the name TOLD."""
+    print(f"  {sentence}", flush=True)
+    if FlowRunContext.get() is not None:
+        get_run_logger().error(sentence)
+        create_markdown_artifact(f"## {stage}\n\n{sentence}\n", key=key_of(run, stage), description=sentence)
+    return Failed(name=TOLD, message=sentence)
 
 
 def commit(stage: Any, *arguments: Any) -> Manifest:
@@ -72,7 +83,7 @@ def key_of(run: str, what: str) -> str:
 def _markdown(outcome: Outcome, files: Files) -> str:
     m = outcome.manifest
     rows = {
-        "run": f"{m.run}, iteration {m.iteration}",
+        "run": f"{m.run}, iteration {m.iteration}" if m.iteration >= 0 else f"{m.run}, before training",
         "what": "reused" if outcome.reused else "computed",
         "why": outcome.reason,
         "figures": figures_of(m.stage, m.summary),

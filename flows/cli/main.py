@@ -9,7 +9,23 @@ from typing import Any, NoReturn
 import httpx
 import typer
 
-from flows.cli import config, doctor, down, fork, gallery, lineage, make_tiny, query, rerun, runs, show, stop, train, up
+from flows.cli import (
+    config,
+    doctor,
+    down,
+    evaluate,
+    fork,
+    gallery,
+    lineage,
+    make_tiny,
+    query,
+    rerun,
+    runs,
+    show,
+    stop,
+    train,
+    up,
+)
 from miles_core.errors import InputError, StageError
 from miles_core.store.files import DamagedError
 
@@ -29,6 +45,7 @@ app.command("train", context_settings=ANY_FLAGS)(train.train)
 app.command("doctor", context_settings=ANY_FLAGS)(doctor.doctor)
 app.command("rerun", context_settings=ANY_FLAGS)(rerun.rerun)
 app.command("fork", context_settings=ANY_FLAGS)(fork.fork)
+app.command("evaluate", context_settings=ANY_FLAGS)(evaluate.evaluate)
 app.command("show")(show.show)
 app.command("runs")(runs.runs)
 app.command("gallery")(gallery.gallery)

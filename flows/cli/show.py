@@ -4,31 +4,33 @@ import typer
 
 from miles_core.errors import InputError
 from miles_core.observe.terminal import figures_of
+from miles_core.pipeline.evaluation import BEFORE_TRAINING
 from miles_core.pipeline.run import existing_iteration, open_run
 from miles_core.store.manifest import Manifest
 from miles_core.store.run_store import RunStore
-from miles_core.store.stages import ITERATION_STAGES
+from miles_core.store.stages import ITERATION_STAGES, StageName
 
 
 def show(
     run: str = typer.Argument(help="Name of the run."),
-    iteration: str | None = typer.Argument(None, help="Number of an iteration."),
+    iteration: str | None = typer.Argument(None, help="Number of an iteration, or init."),
     stage: str | None = typer.Argument(None, help="A stage of it."),
     artifact_root: str | None = typer.Option(None, help="Folder of all runs."),
 ) -> None:
-    """Show a run's iterations, an iteration's stages with all attempts, or a stage's files."""
+    """Show a run's iterations, an iteration's stages with all attempts, or a stage's files; init: what it starts from."""
     store, _ = open_run(run, artifact_root)
     if iteration is None:
         _run(store)
         return
-    number = existing_iteration(store, iteration)
+    number = BEFORE_TRAINING if iteration == "init" else existing_iteration(store, iteration)
+    shown = (*(("policy",) if number < 0 else ITERATION_STAGES), "evaluation")
     if stage is None:
-        for name in ITERATION_STAGES:
+        for name in shown:
             _attempts(store, name, number)
         return
-    if stage not in ITERATION_STAGES:
-        raise InputError(f"there is no stage {stage!r}: choose one of {', '.join(ITERATION_STAGES)}")
-    name = next(s for s in ITERATION_STAGES if s == stage)
+    if stage not in shown:
+        raise InputError(f"there is no stage {stage!r}: choose one of {', '.join(shown)}")
+    name = next(s for s in shown if s == stage)
     _attempts(store, name, number)
     line = store.on_line(name, number)
     kept = [line] if line and line.held_by != store.run else []
@@ -50,6 +52,8 @@ def _run(store: RunStore) -> None:
     if parent := record.get("parent"):
         chosen = f", from attempt {parent['attempt']}" if parent["attempt"] else ""
         print(f"a fork of {parent['run']} at iteration {parent['iteration']}{chosen}")
+    if before := _evaluated(store, BEFORE_TRAINING):
+        print(f"before training:{before}")
     for iteration in store.iterations():
         line = {name: store.on_line(name, iteration) for name in ITERATION_STAGES}
         done = [name for name, manifest in line.items() if manifest]
@@ -64,13 +68,16 @@ def _run(store: RunStore) -> None:
         stones = (store.pruned(manifest) for manifest in (line["rollout"], update) if manifest)
         gone = ", ".join(name for stone in stones if stone for name in stone.what)
         pruned = f"  pruned: {gone}" if gone else ""
-        print(
-            f"iteration {iteration}: {len(done)} of {len(ITERATION_STAGES)} stages  {reward}  {loss}{of}{beside}{pruned}"
-        )
+        shown = f"{reward}  {loss}{_evaluated(store, iteration)}{of}{beside}{pruned}"
+        print(f"iteration {iteration}: {len(done)} of {len(ITERATION_STAGES)} stages  {shown}")
 
 
-def _attempts(store: RunStore, name: str, iteration: int) -> None:
-    stage = next(s for s in ITERATION_STAGES if s == name)
+def _evaluated(store: RunStore, iteration: int) -> str:
+    manifest = store.on_line("evaluation", iteration)
+    return f"  evaluation: {figures_of('evaluation', manifest.summary)}" if manifest else ""
+
+
+def _attempts(store: RunStore, stage: StageName, iteration: int) -> None:
     line = store.on_line(stage, iteration)
     committed: list[Manifest] = store.committed(stage, iteration)
     kept = [line] if line and line.held_by != store.run else []

@@ -43,6 +43,10 @@ def _pair(value: Any) -> Any:
     return parts
 
 
+def _words(value: Any) -> Any:
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else value
+
+
 def _written(value: Any) -> Any:
     if value == "":
         raise ValueError("it is empty, give a value or leave it out")
@@ -50,6 +54,7 @@ def _written(value: Any) -> Any:
 
 
 Text = Annotated[str, BeforeValidator(_written)]
+Words = Annotated[Text, BeforeValidator(_words)]
 Ints = Annotated[tuple[int, ...], BeforeValidator(_parts)]
 IntPair = Annotated[tuple[int, int], BeforeValidator(_pair)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_parts)]

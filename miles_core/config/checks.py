@@ -173,6 +173,11 @@ def ranks(c: RunConfig) -> None:
         )
 
 
+def evaluation(c: RunConfig) -> None:
+    if c.evaluation.eval_interval is not None and c.evaluation.eval_prompt_data is None:
+        raise ValueError("--eval-interval needs prompts to evaluate on: give --eval-prompt-data NAME PATH")
+
+
 def needs(c: RunConfig) -> None:
     if not c.lora.use_lora:
         raise ValueError("training all weights is not there yet: give --use-lora")
@@ -184,4 +189,13 @@ def needs(c: RunConfig) -> None:
         )
 
 
-CHECKS: tuple[Callable[[RunConfig], None], ...] = (batches, steps, dynamics, optimizer, retention, ranks, needs)
+CHECKS: tuple[Callable[[RunConfig], None], ...] = (
+    batches,
+    steps,
+    dynamics,
+    optimizer,
+    retention,
+    ranks,
+    evaluation,
+    needs,
+)

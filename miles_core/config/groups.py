@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from miles_core.config.base import Group, IntPair, Ints, Names, Text, option
+from miles_core.config.base import Group, IntPair, Ints, Names, Text, Words, option
 
 Dtype = Literal["fp32", "bf16"]
 
@@ -36,7 +36,7 @@ class ClusterGroup(Group):
     actor_num_gpus_per_node: int = option(1, "trainer ranks a node; processes where device is cpu", ge=1, le=4096)
     rollout_num_engines: int = option(1, "rollout engines where device is cpu", ge=1, le=4096)
     rollout_engine: Literal["diffusers"] = option(
-        "diffusers", "engine that generates: the embedded diffusers engine", affects=("rollout",)
+        "diffusers", "engine that generates: the embedded diffusers engine", affects=("rollout", "evaluation")
     )
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto", "device of trainer and engines; auto: cuda where there is one"
@@ -57,7 +57,9 @@ class TrainingGroup(Group):
     fsdp_master_dtype: Literal["fp32"] = option("fp32", "dtype of the trained weights and moments", affects=("update",))
     fsdp_reduce_dtype: Dtype = option("fp32", "dtype of the gradient reduction", affects=("update",))
     diffusion_forward_dtype: Dtype = option(
-        "bf16", "dtype of the transformer's forward in trainer and embedded engine", affects=("rollout", "update")
+        "bf16",
+        "dtype of the transformer's forward in trainer and embedded engine",
+        affects=("rollout", "update", "evaluation"),
     )
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass", affects=("update",))
     dp_replicate_size: int = option(
@@ -106,11 +108,11 @@ class RolloutGroup(Group):
         "",
         "diffusers pipeline: a folder, or tiny:sd3 for a random tiny SD3 made by code. Enters by what it holds, "
         "never by its name",
-        affects=("policy", "rollout", "update"),
+        affects=("policy", "rollout", "update", "evaluation"),
         by_content=True,
     )
     diffusion_model_family: Literal["sd3"] | None = option(
-        None, "model family; unset: read from the pipeline", affects=("rollout", "update")
+        None, "model family; unset: read from the pipeline", affects=("rollout", "update", "evaluation")
     )
     diffusion_step_strategy_path: str | None = option(
         None,
@@ -133,18 +135,18 @@ class RolloutGroup(Group):
         False, "log-prob without its constants: -(x' - mean)^2", affects=("rollout", "update")
     )
     diffusion_guidance_scale: float = option(
-        4.0, "classifier-free guidance scale; 1 or less is off", affects=("rollout",), ge=0
+        4.0, "classifier-free guidance scale; 1 or less is off", affects=("rollout", "evaluation"), ge=0
     )
     diffusion_negative_prompt: str | None = option(
-        None, "negative prompt of the guidance; unset: the empty prompt", affects=("rollout",)
+        None, "negative prompt of the guidance; unset: the empty prompt", affects=("rollout", "evaluation")
     )
-    diffusion_height: int = option(512, "image height in pixels", affects=("rollout",), ge=16, le=16384)
-    diffusion_width: int = option(512, "image width in pixels", affects=("rollout",), ge=16, le=16384)
+    diffusion_height: int = option(512, "image height in pixels", affects=("rollout", "evaluation"), ge=16, le=16384)
+    diffusion_width: int = option(512, "image width in pixels", affects=("rollout", "evaluation"), ge=16, le=16384)
     diffusion_generator_device: Literal["cpu", "cuda"] = option(
-        "cuda", "device the noise is drawn on", affects=("rollout",)
+        "cuda", "device the noise is drawn on", affects=("rollout", "evaluation")
     )
     rollout_microgroup_size: int = option(
-        1, "outputs a request; part of a result's identity", affects=("rollout",), ge=1, le=4096
+        1, "outputs a request; part of a result's identity", affects=("rollout", "evaluation"), ge=1, le=4096
     )
     rollout_seed: int = option(
         42, "seed of prompt order, samples and SDE steps", affects=("prompts", "rollout"), ge=0, lt=2**31
@@ -167,8 +169,8 @@ class DataGroup(Group):
         affects=("prompts",),
         by_content=True,
     )
-    input_key: str = option("input", "JSONL key of the prompt", affects=("prompts",))
-    metadata_key: str = option("metadata", "JSONL key of the per-sample metadata", affects=("prompts",))
+    input_key: str = option("input", "JSONL key of the prompt", affects=("prompts", "evaluation"))
+    metadata_key: str = option("metadata", "JSONL key of the per-sample metadata", affects=("prompts", "evaluation"))
     rollout_batch_size: int = option(1, "prompts an iteration", affects=("prompts",), ge=1, le=1_000_000)
     n_samples_per_prompt: int = option(
         1, "samples a prompt: the group's size", affects=("prompts", "advantages"), ge=1, le=1_000_000
@@ -222,25 +224,53 @@ class RewardGroup(Group):
     """How samples are scored."""
 
     rm_type: Literal["ocr", "jpeg_compressibility", "jpeg_incompressibility"] | None = option(
-        None, "scorer; a prompt's metadata.rm_type overrides it", affects=("rewards",)
+        None, "scorer; a prompt's metadata.rm_type overrides it", affects=("rewards", "evaluation")
     )
     reward_max_retries: int = option(2, "times a failed score is tried again", ge=0, le=100)
     ocr_num_workers: int = option(4, "OCR processes", ge=1, le=1024)
-    ocr_engine: Literal["onnxruntime"] = option("onnxruntime", "inference engine under PaddleOCR", affects=("rewards",))
+    ocr_engine: Literal["onnxruntime"] = option(
+        "onnxruntime", "inference engine under PaddleOCR", affects=("rewards", "evaluation")
+    )
     ocr_min_confidence: float = option(
-        0.5, "lines read with less confidence are left out", affects=("rewards",), ge=0, le=1
+        0.5, "lines read with less confidence are left out", affects=("rewards", "evaluation"), ge=0, le=1
     )
     ocr_det_model_dir: Text | None = option(
         None,
         "PaddleOCR text detection model folder; unset: the installed wheel. Enters by what it holds",
-        affects=("rewards",),
+        affects=("rewards", "evaluation"),
         by_content=True,
     )
     ocr_rec_model_dir: Text | None = option(
         None,
         "PaddleOCR text recognition model folder; unset: the installed wheel. Enters by what it holds",
-        affects=("rewards",),
+        affects=("rewards", "evaluation"),
         by_content=True,
+    )
+
+
+class EvaluationGroup(Group):
+    """When the policy is evaluated, and on what. Steps are ODE steps and seeds fixed; guidance, size and scorer are the
+    run's."""
+
+    eval_interval: int | None = option(
+        None, "evaluate after every so many iterations, and before the first; unset: never", ge=1, le=1_000_000
+    )
+    eval_prompt_data: Words | None = option(
+        None,
+        "evaluation set: its name and its prompts' file (NAME PATH), or the file alone, a set named default; files and "
+        "keys as for prompt_data. Enters by its name and what it holds",
+        affects=("evaluation",),
+        by_content=True,
+    )
+    n_samples_per_eval_prompt: int = option(
+        1, "samples a prompt of the evaluation set", affects=("evaluation",), ge=1, le=1_000_000
+    )
+    diffusion_eval_num_steps: int | None = option(
+        None, "denoising steps of evaluation; unset: diffusion_num_steps", affects=("evaluation",), ge=1, le=1000
+    )
+    skip_eval_before_train: bool = option(False, "no evaluation of the policy that the run starts from")
+    stop_on_eval_failure: bool = option(
+        False, "an evaluation that fails ends the command; otherwise it is told and training goes on"
     )
 
 

@@ -10,6 +10,7 @@ from miles_core.config.run_config import FIELDS, RunConfig, flag
 from miles_core.errors import InputError
 
 ENVIRONMENT_PREFIX = "MILES_SCRIPT_"
+_TWO_WORDS = {"eval_prompt_data"}
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 
 
@@ -35,6 +36,8 @@ def from_flags(tokens: Sequence[str]) -> dict[str, Any]:
         else:
             check_known(name, token)
             changes[name] = value if equals else _take(token, rest)
+            if name in _TWO_WORDS and not equals and rest and not rest[0].startswith("--"):
+                changes[name] = f"{changes[name]} {rest.pop(0)}"
     return changes
 
 

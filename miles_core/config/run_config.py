@@ -11,6 +11,7 @@ from miles_core.config.groups import (
     AlgorithmGroup,
     ClusterGroup,
     DataGroup,
+    EvaluationGroup,
     LoraGroup,
     OptimizerGroup,
     RewardGroup,
@@ -34,6 +35,7 @@ class RunConfig(Group):
     algorithm: AlgorithmGroup = Field(default_factory=AlgorithmGroup)
     reward: RewardGroup = Field(default_factory=RewardGroup)
     lora: LoraGroup = Field(default_factory=LoraGroup)
+    evaluation: EvaluationGroup = Field(default_factory=EvaluationGroup)
 
     @property
     def samples_per_rollout(self) -> int:
@@ -49,6 +51,11 @@ class RunConfig(Group):
     def steps_per_rollout(self) -> int:
         """Optimizer steps an iteration."""
         return self.samples_per_rollout // self.global_batch_size
+
+    @property
+    def eval_num_steps(self) -> int:
+        """Denoising steps of evaluation."""
+        return self.evaluation.diffusion_eval_num_steps or self.rollout.diffusion_num_steps
 
     @property
     def negative_prompt(self) -> str | None:
@@ -73,6 +80,7 @@ class RunConfig(Group):
             "global_batch_size": self.global_batch_size,
             "num_steps_per_rollout": self.steps_per_rollout,
             "ref_mode": self.ref_mode,
+            "diffusion_eval_num_steps": self.eval_num_steps,
         }
         return values
 

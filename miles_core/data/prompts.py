@@ -1,6 +1,8 @@
 """Prompt files: JSONL, one object a line, or text, one prompt a line. Every fault is told before a run starts."""
 
 import json
+import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +14,8 @@ from miles_core.rewards.quoted import target_fault
 from miles_core.rewards.rm_types import check_rm_type
 from miles_core.store.digest import canonical_json, sha256_hex
 
+DEFAULT_SET = "default"
+_SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 PROMPT_SETS = {"tiny": "tiny.txt", "tiny-ocr": "tiny-ocr.jsonl"}
 
 
@@ -24,29 +28,48 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
-def resolve_prompt_path(prompt_data: str) -> Path:
-    """The file that --prompt-data means: a set that comes with the package (tiny, tiny-ocr), or a path."""
+def resolve_prompt_path(prompt_data: str, option: str = "--prompt-data") -> Path:
+    """The file that `option` means: a set that comes with the package (tiny, tiny-ocr), or a path."""
     if not prompt_data:
-        raise InputError(f"no prompts: give --prompt-data a file, or one of {', '.join(PROMPT_SETS)}")
+        raise InputError(f"no prompts: give {option} a file, or one of {', '.join(PROMPT_SETS)}")
     if prompt_data in PROMPT_SETS:
         return Path(__file__).parent / "prompt_sets" / PROMPT_SETS[prompt_data]
-    return local_path(prompt_data, "--prompt-data")
+    return local_path(prompt_data, option)
+
+
+def named_set(eval_prompt_data: str) -> tuple[str, str]:
+    """(name, file) of --eval-prompt-data: NAME PATH, or the path alone. Raises InputError for a name that is none."""
+    name, _, path = eval_prompt_data.partition(" ")
+    if not path.strip() or os.path.isfile(eval_prompt_data):
+        return DEFAULT_SET, eval_prompt_data.strip()
+    if not _SET_NAME.fullmatch(name):
+        raise InputError(
+            f"--eval-prompt-data {eval_prompt_data!r}: {name!r} is no name of an evaluation set, use up to 64 letters, "
+            "digits, dot, dash and underscore, and write NAME PATH"
+        )
+    return name, path.strip()
 
 
 def load_prompts(
-    path: str | Path, *, input_key: str = "input", metadata_key: str = "metadata", rm_type: str | None
+    path: str | Path,
+    *,
+    input_key: str = "input",
+    metadata_key: str = "metadata",
+    rm_type: str | None,
+    option: str = "--prompt-data",
 ) -> list[Prompt]:
     """The prompts of a file, in its order; blank lines are skipped.
 
     A name that ends in .jsonl holds one JSON object a line: the prompt under `input_key`, optionally an object
     under `metadata_key` whose rm_type overrides the run's `rm_type`. Any other file holds one prompt a line.
-    UTF-8; a byte order mark and CRLF are accepted. Raises InputError that names file and line.
+    UTF-8; a byte order mark and CRLF are accepted. Raises InputError that names file and line; `option` is the one
+    that named the file.
     """
     path = Path(path)
     if rm_type is not None:
         check_rm_type(rm_type, "--rm-type")
     prompts: list[Prompt] = []
-    for number, line in _lines(path):
+    for number, line in _lines(path, option):
         where = f"{path} line {number}"
         if path.suffix.lower() == ".jsonl":
             text, metadata = _from_json(line, where, input_key, metadata_key)
@@ -65,17 +88,17 @@ def prompts_digest(prompts: Sequence[Prompt]) -> str:
     return sha256_hex(canonical_json([[prompt.text, prompt.metadata] for prompt in prompts]))
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def _lines(path: Path, option: str) -> Iterator[tuple[int, str]]:
     """(line number from 1, text) of the lines that are not blank."""
     if path.is_dir():
-        raise InputError(f"{path} is a folder: give --prompt-data a .jsonl or text file")
+        raise InputError(f"{path} is a folder: give {option} a .jsonl or text file")
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         sets = ", ".join(PROMPT_SETS)
-        raise InputError(f"{path} does not exist: give --prompt-data a .jsonl or text file, or one of {sets}") from None
+        raise InputError(f"{path} does not exist: give {option} a .jsonl or text file, or one of {sets}") from None
     except OSError as fault:
-        raise InputError(f"{path} cannot be read ({fault.strerror}): give --prompt-data a readable file") from None
+        raise InputError(f"{path} cannot be read ({fault.strerror}): give {option} a readable file") from None
     for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         try:
             text = line.decode()

@@ -43,7 +43,7 @@ def run(subject: Subject) -> Finding:
 def disk(subject: Subject, free: int | None = None) -> Finding:
     """What the run will hold at most, against what is free."""
     config, store = subject.config, subject.store
-    known = measured(store)
+    known = measured(store, config)
     done = len(store.line_iterations("update"))
     sizes = known[1] if known else estimate(config, subject.inputs)
     source = f"as iteration {known[0]}" if known else "estimated"

@@ -19,14 +19,24 @@ TRAIN = {
 
 def rollout_metrics(rewards: Sequence[float], rollout_time: float) -> dict[str, float]:
     """rollout/reward/raw_mean and its spread (ddof 0), perf/rollout_time in seconds."""
+    return _reward_metrics("rollout", rewards) | {"perf/rollout_time": rollout_time}
+
+
+def eval_metrics(rewards: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """eval/<set>/reward/raw_mean of each set, and its spread (ddof 0)."""
+    return {
+        name: value for each, own in rewards.items() for name, value in _reward_metrics(f"eval/{each}", own).items()
+    }
+
+
+def _reward_metrics(prefix: str, rewards: Sequence[float]) -> dict[str, float]:
     mean = math.fsum(rewards) / len(rewards)
     variance = math.fsum((r - mean) ** 2 for r in rewards) / len(rewards)
     return {
-        "rollout/reward/raw_mean": mean,
-        "rollout/reward/raw_std": math.sqrt(variance),
-        "rollout/reward/raw_min": min(rewards),
-        "rollout/reward/raw_max": max(rewards),
-        "perf/rollout_time": rollout_time,
+        f"{prefix}/reward/raw_mean": mean,
+        f"{prefix}/reward/raw_std": math.sqrt(variance),
+        f"{prefix}/reward/raw_min": min(rewards),
+        f"{prefix}/reward/raw_max": max(rewards),
     }
 
 
@@ -57,7 +67,6 @@ def log_rollout_data(
 def log_eval_rollout_data(
     rollout_id: int, args: Any, data: Mapping[str, Any], extra_metrics: Mapping[str, float] | None
 ) -> bool:
-    """Print evaluation metrics, one line. Default of --custom-eval-rollout-log-function-path."""
-    means = {f"eval/{name}": math.fsum(rewards) / len(rewards) for name, rewards in data.items()}
-    print(f"  {metrics_line(means | dict(extra_metrics or {}))}", flush=True)
+    """Print evaluation metrics, one line. Default of --custom-eval-rollout-log-function-path. data: rewards by set."""
+    print(f"  {metrics_line(eval_metrics(data) | dict(extra_metrics or {}))}", flush=True)
     return False

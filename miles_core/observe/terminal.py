@@ -105,6 +105,9 @@ def figures_of(stage: str, summary: dict[str, Any]) -> str:
     if stage == "sync":
         proof = f"off {s['probe_diff']:.1e}, moved {s['probe_moved']:.1e}"
         return f"{s['engines']} engines, {s['modules_bound']} modules, {proof}"
+    if stage == "evaluation":
+        sets = (f"{name} reward mean {f['reward_mean']:.4f}" for name, f in s["sets"].items())
+        return f"{', '.join(sets)}, policy {s['policy_version']} ({s['policy_digest'][:8]})"
     if stage == "policy":
         return f"{s['modules']} modules, {s['parameters']} parameters ({s['policy_digest'][:8]})"
     return ""

@@ -16,6 +16,7 @@ from miles_core.store.stages import ITERATION_STAGES
 
 # Measured on Parquet parts and JSON of the tiny recipes: a part is mostly its schema.
 _MICROGROUP_TABLES, _ITERATION_TABLES, _LORA_TENSOR_HEADERS = 28_000, 60_000, 800
+_EVALUATION_TABLES = 19_000
 # PNG of noise against its pixels; a real picture is smaller.
 _PNG = 0.85
 _DTYPE_BYTES = {"fp32": 4, "bf16": 2}
@@ -78,12 +79,23 @@ def estimate(config: RunConfig, inputs: Inputs) -> Sizes:
     return Sizes(
         latents=samples * positions * latent + config.data.rollout_batch_size * text,
         checkpoint=12 * sum(pairs) + 2 * len(pairs) * _LORA_TENSOR_HEADERS,
-        rest=images + tables + 4 * sum(pairs) + text + 4 * latent,
+        rest=images + tables + 4 * sum(pairs) + text + 4 * latent + _evaluated(config, inputs),
     )
 
 
-def measured(store: RunStore) -> tuple[int, Sizes] | None:
-    """The newest iteration whose update is on the line, and its bytes."""
+def _evaluated(config: RunConfig, inputs: Inputs) -> float:
+    """Bytes of evaluations, spread over the iterations."""
+    r, e = config.rollout, config.evaluation
+    if e.eval_interval is None or inputs.evaluation is None:
+        return 0.0
+    prompts, n = len(inputs.evaluation.prompts), e.n_samples_per_eval_prompt
+    requests = prompts * -(-n // min(r.rollout_microgroup_size, n))
+    images = prompts * n * 3 * r.diffusion_height * r.diffusion_width * _PNG
+    return (images + requests * _EVALUATION_TABLES) / e.eval_interval
+
+
+def measured(store: RunStore, config: RunConfig) -> tuple[int, Sizes] | None:
+    """The newest iteration whose update is on the line, and its bytes; with its share of the newest evaluation's."""
     for iteration in reversed(store.line_iterations("update")):
         line = [m for m in (store.on_line(stage, iteration) for stage in ITERATION_STAGES) if m]
         parts = [(part.path.removeprefix(m.folder + "/").split("/")[0], part.bytes) for m in line for part in m.parts]
@@ -91,8 +103,16 @@ def measured(store: RunStore) -> tuple[int, Sizes] | None:
         checkpoint = sum(size for top, size in parts if top == "checkpoint")
         everything = sum(size for _, size in parts) + sum(len(m.to_bytes()) for m in line)
         if latents and checkpoint:
-            return iteration, Sizes(latents, checkpoint, everything - latents - checkpoint)
+            return iteration, Sizes(latents, checkpoint, everything - latents - checkpoint + _newest(store, config))
     return None
+
+
+def _newest(store: RunStore, config: RunConfig) -> float:
+    interval, evaluated = config.evaluation.eval_interval, store.line_iterations("evaluation")
+    manifest = store.on_line("evaluation", evaluated[-1]) if interval and evaluated else None
+    return (
+        (sum(p.bytes for p in manifest.parts) + len(manifest.to_bytes())) / interval if manifest and interval else 0.0
+    )
 
 
 def free_bytes(files: Files) -> int | None:
@@ -105,7 +125,7 @@ def free_bytes(files: Files) -> int | None:
 
 def disk_line(step: Step) -> str:
     """What an iteration takes, what the run will hold at most, what is free, and how many iterations fit."""
-    known = measured(step.store)
+    known = measured(step.store, step.config)
     sizes = known[1] if known else estimate(step.config, step.inputs)
     source = f"as iteration {known[0]}" if known else "estimated"
     done = len(step.store.line_iterations("update"))

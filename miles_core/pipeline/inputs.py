@@ -5,12 +5,29 @@ from pathlib import Path
 
 from miles_core.config import RunConfig
 from miles_core.config.folders import home
-from miles_core.data.prompts import Prompt, load_prompts, prompts_digest, resolve_prompt_path
+from miles_core.data.prompts import Prompt, load_prompts, named_set, prompts_digest, resolve_prompt_path
 from miles_core.errors import InputError
 from miles_core.families.resolve import checkpoint_digest, family_of, resolve_checkpoint
 from miles_core.rewards.ocr_models import ocr_model_dirs, ocr_models_digest
 from miles_core.rewards.rm_types import components_of
+from miles_core.store.digest import canonical_json, sha256_hex
 from miles_core.store.stages import StageName
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """The prompts of an evaluation, and what scores the samples made of them."""
+
+    name: str
+    prompts: tuple[Prompt, ...]
+    components: tuple[str, ...]
+    ocr_folders: tuple[str, str] | None
+    ocr_digest: str | None
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over the set's name and what its file means."""
+        return sha256_hex(canonical_json([self.name, prompts_digest(self.prompts)]))
 
 
 @dataclass(frozen=True)
@@ -26,6 +43,7 @@ class Inputs:
     components: tuple[str, ...]
     ocr_folders: tuple[str, str] | None
     ocr_digest: str | None
+    evaluation: EvalSet | None = None
 
     def affecting(self, stage: StageName) -> dict[str, str]:
         """Digests of the input files that a stage reads, by role."""
@@ -35,15 +53,26 @@ class Inputs:
             return {"prompt_data": self.prompts_digest}
         if stage == "rewards" and self.ocr_digest:
             return {"ocr_models": self.ocr_digest}
+        if stage == "evaluation":
+            return {"checkpoint": self.checkpoint_digest} | self._of_evaluation()
         return {}
 
+    def _of_evaluation(self) -> dict[str, str]:
+        if self.evaluation is None:
+            return {}
+        ocr = self.evaluation.ocr_digest
+        return {"eval_prompt_data": self.evaluation.digest} | ({"ocr_models": ocr} if ocr else {})
+
     def all(self) -> dict[str, str]:
-        """Every digest, by role."""
+        """Every digest that training depends on, by role."""
         return self.affecting("policy") | self.affecting("prompts") | self.affecting("rewards")
 
 
-def resolve_inputs(config: RunConfig) -> Inputs:
-    """Find and check every input. Raises InputError in one sentence for what is missing or broken."""
+def resolve_inputs(config: RunConfig, *, evaluation: bool = True) -> Inputs:
+    """Find and check every input, those of evaluation too unless told otherwise.
+
+    Raises InputError in one sentence for what is missing or broken.
+    """
     if not config.rollout.hf_checkpoint:
         raise InputError("--hf-checkpoint is missing: give a diffusers pipeline folder, or tiny:sd3")
     if not config.data.prompt_data:
@@ -56,9 +85,8 @@ def resolve_inputs(config: RunConfig) -> Inputs:
         rm_type=config.reward.rm_type,
     )
     components = components_of(config.reward.rm_type, (p.metadata.get("rm_type") for p in prompts))
-    ocr = None
-    if "ocr" in components:
-        ocr = ocr_model_dirs(home() / "models", config.reward.ocr_det_model_dir, config.reward.ocr_rec_model_dir)
+    ocr = _ocr(config, components)
+    eval_set = resolve_eval_set(config) if evaluation else None
     checkpoint = resolve_checkpoint(config.rollout.hf_checkpoint, home())
     return Inputs(
         checkpoint=checkpoint,
@@ -70,4 +98,30 @@ def resolve_inputs(config: RunConfig) -> Inputs:
         components=tuple(components),
         ocr_folders=ocr,
         ocr_digest=ocr_models_digest(*ocr) if ocr else None,
+        evaluation=eval_set,
     )
+
+
+def resolve_eval_set(config: RunConfig) -> EvalSet | None:
+    """The set of --eval-prompt-data, found and checked; None where it is unset. Raises InputError."""
+    if config.evaluation.eval_prompt_data is None:
+        return None
+    option = "--eval-prompt-data"
+    name, path = named_set(config.evaluation.eval_prompt_data)
+    prompts = load_prompts(
+        resolve_prompt_path(path, option),
+        input_key=config.data.input_key,
+        metadata_key=config.data.metadata_key,
+        rm_type=config.reward.rm_type,
+        option=option,
+    )
+    components = components_of(config.reward.rm_type, (p.metadata.get("rm_type") for p in prompts))
+    ocr = _ocr(config, components)
+    digest = ocr_models_digest(*ocr) if ocr else None
+    return EvalSet(name, tuple(prompts), tuple(components), ocr, digest)
+
+
+def _ocr(config: RunConfig, components: list[str]) -> tuple[str, str] | None:
+    if "ocr" not in components:
+        return None
+    return ocr_model_dirs(home() / "models", config.reward.ocr_det_model_dir, config.reward.ocr_rec_model_dir)

@@ -3,11 +3,12 @@
 import threading
 
 from miles_core.errors import StageError
-from miles_core.pipeline import advantages, policy, prompts, rewards, rollout, sync, update
+from miles_core.pipeline import advantages, evaluation, policy, prompts, rewards, rollout, sync, update
 from miles_core.pipeline.feed import RolloutFeed
 from miles_core.pipeline.retention import retain
 from miles_core.pipeline.stage import Outcome, Step, Upstreams, find_stage, run_stage
 from miles_core.pipeline.upstream import policy_in_force, previous_prompts
+from miles_core.store.manifest import Manifest
 from miles_core.store.stages import ITERATION_STAGES, StageName
 
 
@@ -16,11 +17,24 @@ def ensure_policy(step: Step) -> Outcome:
     return run_stage(step.at(-1), "policy", {}, policy.initialize)
 
 
+def _evaluate_when_due(step: Step, evaluated: Manifest) -> Outcome | None:
+    if not evaluation.due(step):
+        return None
+    try:
+        return evaluation.evaluate(step, evaluated)
+    except Exception as fault:
+        print(f"  {evaluation.told(step, fault)}", flush=True)
+        return None
+
+
 def run_iteration(step: Step) -> dict[StageName, Outcome]:
-    """All stages of the step's iteration; rewards run behind rollout. Then older iterations are pruned."""
+    """All stages of the step's iteration; rewards run behind rollout. Then it is evaluated if that is due, and older
+    iterations are pruned."""
     done: dict[StageName, Outcome] = {}
     done["prompts"] = run_stage(step, "prompts", previous_prompts(step), prompts.draw)
     in_force = policy_in_force(step)
+    if step.iteration == 0:
+        _evaluate_when_due(step.at(evaluation.BEFORE_TRAINING), in_force)
     feed = RolloutFeed()
     scored: list[Outcome | BaseException] = []
 
@@ -48,7 +62,10 @@ def run_iteration(step: Step) -> dict[StageName, Outcome]:
     }
     done["update"] = run_stage(step, "update", products, update.train)
     done["sync"] = run_stage(step, "sync", {"update": done["update"].manifest}, sync.push)
+    evaluated = _evaluate_when_due(step, done["update"].manifest)
     retain(step)
+    if evaluated:
+        done["evaluation"] = evaluated
     return done
 
 

@@ -18,6 +18,10 @@ from miles_core.store.run_store import RunStore
 from miles_core.store.stages import ITERATION_STAGES, STAGES, StageName, downstream_of
 
 Rerunnable = Literal["prompts", "rollout", "rewards", "advantages", "update"]
+_OF_TRAIN = (
+    *("run_id", "new", "artifact_root", "num_rollout"),
+    *("eval_interval", "skip_eval_before_train", "stop_on_eval_failure"),
+)
 RERUNNABLE: tuple[StageName, ...] = ("prompts", "rollout", "rewards", "advantages", "update")
 Chosen = dict[StageName, Manifest]
 
@@ -67,6 +71,8 @@ def stages_of_rerun(stage: str, downstream: bool) -> tuple[StageName, ...]:
     """The stages a rerun makes, in order. sync belongs to the line: it follows training alone."""
     if stage == "sync":
         raise InputError("sync belongs to the run's line: `miles train` runs it after each update")
+    if stage == "evaluation":
+        raise InputError("evaluation has a command of its own: `miles evaluate RUN ITER`")
     if stage not in RERUNNABLE:
         raise InputError(f"there is no stage {stage!r} to rerun: choose one of {', '.join(RERUNNABLE)}")
     first = next(name for name in RERUNNABLE if name == stage)
@@ -78,14 +84,23 @@ def check_overrides(overrides: dict[str, Any], stages: tuple[StageName, ...]) ->
     """Refuse a change that none of these stages depends on."""
     for name in overrides:
         wanted = affects(name)
-        if name in ("run_id", "new", "artifact_root", "num_rollout"):
-            raise InputError(f"{flag(name)} has no meaning in a rerun: leave it out")
+        if name in _OF_TRAIN:
+            raise InputError(f"{flag(name)} has a meaning for `miles train` alone: leave it out")
         if "policy" in wanted:
             raise InputError(f"{flag(name)} belongs to the whole run, not to a stage of it: start another run")
         if wanted and not set(wanted) & set(stages):
-            way = f"rerun {next(s for s in ITERATION_STAGES if s in wanted)}, or an earlier stage with --downstream"
-            raise InputError(f"{flag(name)} affects {', '.join(wanted)}, not {', '.join(stages)}: {way}")
+            raise InputError(
+                f"{flag(name)} affects {', '.join(wanted)}, not {', '.join(stages)}: {_way(wanted, stages)}"
+            )
         assert name in FIELDS
+
+
+def _way(wanted: tuple[StageName, ...], stages: tuple[StageName, ...]) -> str:
+    if "evaluation" in stages:
+        return "leave it out"
+    if wanted == ("evaluation",):
+        return "`miles evaluate` takes it"
+    return f"rerun {next(s for s in ITERATION_STAGES if s in wanted)}, or an earlier stage with --downstream"
 
 
 def chosen_inputs(step: Step, attempt: str | None) -> Chosen:

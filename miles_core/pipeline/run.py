@@ -8,7 +8,7 @@ from typing import Any
 
 from miles_core.config import FIELDS, RunConfig, affects, build, by_content, flag
 from miles_core.config.folders import artifact_root, local_path
-from miles_core.data.prompts import PROMPT_SETS
+from miles_core.data.prompts import PROMPT_SETS, named_set
 from miles_core.errors import InputError
 from miles_core.families.resolve import TINY_SD3
 from miles_core.pipeline.inputs import Inputs, resolve_inputs
@@ -34,9 +34,13 @@ class Plan:
 
 
 def meaning_of(config: RunConfig, inputs: Inputs) -> dict[str, Any]:
-    """All that a run's results depend on: affecting fields, and input files by digest."""
+    """All that a run's training depends on: affecting fields, and input files by digest.
+
+    What affects evaluation alone is left out: nothing is made from an evaluation, and each carries its own options.
+    """
     flat = config.flat()
-    fields = {name: flat[name] for name in FIELDS if affects(name) and not by_content(name)}
+    trained = (name for name in FIELDS if set(affects(name)) - {"evaluation"})
+    fields = {name: flat[name] for name in trained if not by_content(name)}
     plain = {name: list(v) if isinstance(v, tuple) else v for name, v in fields.items()}
     return {"fields": plain, "inputs": inputs.all()}
 
@@ -85,8 +89,12 @@ def absolute(config: RunConfig) -> RunConfig:
     changes = {}
     for name in FIELDS:
         value = config.flat()[name]
-        if by_content(name) and value and value not in PROMPT_SETS and value != TINY_SD3:
-            changes[name] = str(local_path(value, flag(name)))
+        if not by_content(name) or not value:
+            continue
+        words, path = named_set(value) if name == "eval_prompt_data" else ("", value)
+        if path not in PROMPT_SETS and path != TINY_SD3:
+            path = str(local_path(path, flag(name)))
+        changes[name] = f"{words} {path}".strip()
     return config.replace(**changes)
 
 
@@ -173,12 +181,12 @@ ROLES = {
 }
 
 
-def inputs_of_run(store: RunStore, config: RunConfig, overrides: dict[str, Any]) -> Inputs:
-    """The inputs of an existing run, which must hold what they held when it began.
+def inputs_of_run(store: RunStore, config: RunConfig, overrides: dict[str, Any], *, evaluation: bool = False) -> Inputs:
+    """The inputs of an existing run, which must hold what they held when it began; those of evaluation where asked.
 
     An input that `overrides` names may differ. Raises InputError for any other.
     """
-    inputs = resolve_inputs(config)
+    inputs = resolve_inputs(config, evaluation=evaluation)
     recorded = (store.record() or {})["meaning"]["inputs"]
     for role, digest in inputs.all().items():
         if role in recorded and recorded[role] != digest and not set(ROLES[role]) & set(overrides):

@@ -20,7 +20,7 @@ from miles_core.store.stages import StageName
 from miles_core.store.tombstone import pruned_error
 
 Upstreams = dict[str, Manifest]
-RESUMABLE: tuple[StageName, ...] = ("rollout", "rewards")
+RESUMABLE: tuple[StageName, ...] = ("rollout", "rewards", "evaluation")
 _LIBRARIES = ("torch", "diffusers", "transformers", "peft", "ray", "pyarrow", "paddleocr", "onnxruntime", "pillow")
 
 
@@ -107,7 +107,7 @@ def find_stage(step: Step, stage: StageName, upstream: Upstreams) -> Manifest | 
     kept = kept_of_parent(step, stage)
     if kept or step.force:
         return kept
-    wanted = _fingerprint(step, stage, {n: m.fingerprint for n, m in upstream.items()})
+    wanted = stage_fingerprint(step, stage, {n: m.fingerprint for n, m in upstream.items()})
     same = step.store.matching(stage, step.iteration, wanted, upstream)
     return next((manifest for manifest in same if _answers(step, manifest)), None)
 

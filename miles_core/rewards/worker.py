@@ -19,7 +19,7 @@ from miles_core.rewards.rm_hub import Score, Scorers, batched_async_rm
 from miles_core.store.digest import ROW_DIGEST
 from miles_core.store.files import Files
 from miles_core.store.parts import Part, read_table, write_table
-from miles_core.store.schemas import rewards_schema
+from miles_core.store.schemas import evaluation_schema, rewards_schema
 
 ROLLOUT_COLUMNS = ["sample_index", "group_index", "prompt", "seed", "image", ROW_DIGEST]
 
@@ -56,25 +56,43 @@ class RewardWorker:
         FileExistsError where `out_path` is taken.
         """
         rows = read_table(files, rollout_part, ROLLOUT_COLUMNS).to_pylist()
-        samples = [_sample(row, rm_types) for row in rows]
-        scores: dict[int, Score] = {}
-        rewards = asyncio.run(batched_async_rm(self.args, samples, scorers=self.scorers, scores=scores))
-        if not len(rewards) == len(scores) == len(samples):
-            raise StageError(
-                f"{len(samples)} samples of {rollout_part.path} got {len(rewards)} rewards: a row each is needed"
-            )
-        for sample, reward in zip(samples, rewards, strict=True):
-            _check(sample, reward, scores[sample.index], components)
-        return write_table(files, out_path, self._table(rows, rewards, scores, components))
-
-    def _table(
-        self, rows: list[dict[str, Any]], rewards: list[float], scores: dict[int, Score], components: list[str]
-    ) -> pa.Table:
-        ordered = [scores[row["sample_index"]] for row in rows]
-        columns: dict[str, list[Any]] = {
+        columns = {
             "sample_index": [row["sample_index"] for row in rows],
             "group_index": [row["group_index"] for row in rows],
             "rollout_digest": [row[ROW_DIGEST] for row in rows],
+        }
+        columns |= self._scored([_sample(row, rm_types) for row in rows], rollout_part.path, components)
+        return write_table(files, out_path, pa.table(columns, schema=rewards_schema(components)))
+
+    def score_evaluation(
+        self,
+        files: Files,
+        made: pa.Table,
+        out_path: str,
+        components: list[str],
+        rm_types: Mapping[int, str | None],
+    ) -> Part:
+        """Score what an evaluation's request made (schema EVALUATED) and write both as one part at `out_path`.
+
+        Arguments and errors as in `score`.
+        """
+        rows = made.select(["sample_index", "prompt_index", "prompt", "seed", "image"]).to_pylist()
+        samples = [_sample(row | {"group_index": row["prompt_index"]}, rm_types) for row in rows]
+        scored = self._scored(samples, out_path, components)
+        scored["score_seconds"] = scored.pop("seconds")
+        columns = {name: made.column(name) for name in made.column_names} | scored
+        return write_table(files, out_path, pa.table(columns, schema=evaluation_schema(components)))
+
+    def _scored(self, samples: list[Sample], path: str, components: list[str]) -> dict[str, list[Any]]:
+        """Columns of the samples' scores, in order."""
+        scores: dict[int, Score] = {}
+        rewards = asyncio.run(batched_async_rm(self.args, samples, scorers=self.scorers, scores=scores))
+        if not len(rewards) == len(scores) == len(samples):
+            raise StageError(f"{len(samples)} samples of {path} got {len(rewards)} rewards: a row each is needed")
+        for sample, reward in zip(samples, rewards, strict=True):
+            _check(sample, reward, scores[sample.index], components)
+        ordered = [scores[sample.index] for sample in samples]
+        return {
             "reward": rewards,
             "rm_type": [s.rm_type for s in ordered],
             "rm_version": [s.rm_version for s in ordered],
@@ -82,11 +100,10 @@ class RewardWorker:
             "recognized": [s.recognized for s in ordered],
             "target": [s.target for s in ordered],
             "tries": [s.tries for s in ordered],
-            "worker": [self.name] * len(rows),
+            "worker": [self.name] * len(samples),
             "seconds": [s.seconds for s in ordered],
-            ROW_DIGEST: [""] * len(rows),
+            ROW_DIGEST: [""] * len(samples),
         }
-        return pa.table(columns, schema=rewards_schema(components))
 
 
 def decode_png(data: bytes | None, sample_index: int) -> torch.Tensor:

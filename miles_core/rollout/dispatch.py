@@ -4,8 +4,9 @@ A result goes from the engine to a parser by reference; the driver sees receipts
 """
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, TypeVar
 
 from miles_core.data.sample import Sample
 from miles_core.errors import StageError, StoreError
@@ -19,17 +20,17 @@ from miles_core.store.parts import Part
 
 # One request in work and one behind it: an engine never waits for the driver.
 _DEPTH = 2
+Made = TypeVar("Made")
 
 
-class ParserDied(StageError):
-    """The process that was writing a microgroup died and was replaced; the microgroup is made again."""
+class HelperDied(StageError):
+    """The process that was writing or scoring a microgroup died and was replaced; the microgroup is made again."""
 
 
-class Dispatcher:
-    """Implements rollout_function.Generator over a run's engines and parsers.
+class EngineDispatch(Generic[Made], ABC):
+    """Implements rollout_function.Generator over a run's engines; `_store` says what becomes of what they make.
 
-    adapter, digest, version: the policy in force. name_parts(number) gives new paths for a microgroup's number: of its
-    rows and of its latents.
+    adapter, digest, version: the policy in force. kept: what an earlier command left, by a microgroup's number.
     """
 
     def __init__(
@@ -40,22 +41,24 @@ class Dispatcher:
         adapter: Part,
         digest: str,
         version: int,
-        encoder_digest: str,
-        name_parts: Callable[[int], tuple[str, str]],
-        name_conditioning: Callable[[str], str],
-        landed: Callable[[int, Microgroup], None],
-        kept: dict[int, Microgroup],
+        landed: Callable[[int, Made], None],
+        kept: dict[int, Made],
     ) -> None:
         self.workers, self.files = workers, files
-        self.adapter, self.digest, self.version, self.encoder_digest = adapter, digest, version, encoder_digest
-        self.name_parts, self.name_conditioning, self.landed, self.kept = name_parts, name_conditioning, landed, kept
-        self.made: dict[int, Microgroup] = {}
-        self.conditioning: dict[str, Part] = {}
+        self.adapter, self.digest, self.version = adapter, digest, version
+        self.landed, self.kept = landed, kept
+        self.made: dict[int, Made] = {}
         self.outstanding = [0] * workers.config.cluster.rollout_num_engines
         self._room = asyncio.Condition()
         self._reviving = asyncio.Lock()
-        self._describing: dict[str, asyncio.Lock] = {}
-        self._size = workers.config.rollout.rollout_microgroup_size
+
+    @abstractmethod
+    def _number(self, microgroup: list[Sample]) -> int:
+        """The microgroup's number: what names its files, in sample order."""
+
+    @abstractmethod
+    async def _store(self, number: int, result: Any, request: GenerateRequest, microgroup: list[Sample]) -> Made:
+        """Have an engine's result (a reference) written. Raises HelperDied where that has to be made again."""
 
     def load_policy(self) -> None:
         """Give every engine that holds another policy the one in force."""
@@ -63,13 +66,7 @@ class Dispatcher:
 
     async def generate(self, request: GenerateRequest, microgroup: list[Sample]) -> None:
         """Make, parse and write one microgroup, or find it kept. Raises StageError after the last try."""
-        number = microgroup[0].index // self._size
-        identity = conditioning_id(
-            request.prompt,
-            request.negative_prompt,
-            self.encoder_digest,
-            self.workers.config.training.diffusion_forward_dtype,
-        )
+        number = self._number(microgroup)
         if number in self.kept:
             self._land(number, self.kept[number])
             return
@@ -82,10 +79,10 @@ class Dispatcher:
             index = await self._acquire(tried)
             engine = self.workers.engine(index)
             try:
-                made = await self._attempt(engine, number, request, microgroup, identity)
+                made = await self._attempt(engine, number, request, microgroup)
                 self._land(number, made)
                 return
-            except ParserDied as fault:
+            except HelperDied as fault:
                 failures.append(str(fault))
             except self.workers.ray.exceptions.RayActorError as fault:
                 failures.append(f"engine-{index}: its process died ({reason_of(fault)})")
@@ -111,67 +108,32 @@ class Dispatcher:
                     "run the same command again to resume"
                 )
 
-    async def _attempt(
-        self, engine: Any, number: int, request: GenerateRequest, microgroup: list[Sample], identity: str
-    ) -> Microgroup:
+    async def _attempt(self, engine: Any, number: int, request: GenerateRequest, microgroup: list[Sample]) -> Made:
         result, receipt = engine.call("generate", request, self.digest, returns=2)
         await asyncio.wait_for(_wait(receipt), self.workers.seconds)
-        lock = self._describing.setdefault(identity, asyncio.Lock())
-        async with lock:
-            if identity not in self.conditioning:
-                made, self.conditioning[identity] = await self._write(
-                    number, result, request, microgroup, identity, describe=True
-                )
-                return made
-        made, _ = await self._write(number, result, request, microgroup, identity, describe=False)
-        return made
+        return await self._store(number, result, request, microgroup)
 
-    async def _write(
-        self, number: int, result: Any, request: GenerateRequest, group: list[Sample], identity: str, *, describe: bool
-    ) -> tuple[Microgroup, Any]:
-        """Have a parser write a microgroup, under the next name where another writer has taken one."""
+    async def _parsed(self, number: int, call: Callable[[Any], Awaitable[Any]]) -> Any:
+        """What comes of `call` of a parser, which is made again where another writer has taken a name.
+
+        Raises HelperDied where the parser is gone or silent: it is replaced.
+        """
         index = number % self.workers.config.rollout.rollout_parser_num_workers
         while True:
             parser = self.workers.parsers()[index]
-            call = self._told(parser, number, result, request, group, identity, describe=describe)
             try:
-                written: tuple[Microgroup, Any] = await asyncio.wait_for(_wait(call), self.workers.seconds)
-                return written
+                return await asyncio.wait_for(_wait(call(parser)), self.workers.seconds)
             except (self.workers.ray.exceptions.RayActorError, TimeoutError) as fault:
                 await asyncio.to_thread(self.workers.replace_parser, index, parser)
-                silent = f"no answer within {self.workers.seconds / 60:g} minutes"
-                why = silent if isinstance(fault, TimeoutError) else f"its process died: {reason_of(fault)}"
-                raise ParserDied(f"parser-{index}: {why}") from None
+                raise self._gone(f"parser-{index}", fault) from None
             except self.workers.ray.exceptions.RayTaskError as fault:
                 if not isinstance(fault.cause, FileExistsError):
                     raise
 
-    def _told(
-        self,
-        parser: Any,
-        number: int,
-        result: Any,
-        request: GenerateRequest,
-        group: list[Sample],
-        identity: str,
-        *,
-        describe: bool,
-    ) -> Any:
-        steps = request.sde_step_indices
-        data_path, latents_path = self.name_parts(number)
-        return parser.call(
-            "write",
-            self.files,
-            result,
-            request=request,
-            data_path=data_path,
-            latents_path=latents_path,
-            conditioning_path=self.name_conditioning(identity) if describe else None,
-            samples=[{"sample_index": s.index, "group_index": s.group_index} for s in group],
-            sde_steps=tuple(range(request.num_inference_steps)) if steps is None else steps,
-            policy_digest=self.digest,
-            policy_version=self.version,
-            conditioning_id=identity,
+    def _gone(self, name: str, fault: Exception) -> HelperDied:
+        silent = f"no answer within {self.workers.seconds / 60:g} minutes"
+        return HelperDied(
+            f"{name}: {silent if isinstance(fault, TimeoutError) else f'its process died: {reason_of(fault)}'}"
         )
 
     async def _acquire(self, tried: set[int]) -> int:
@@ -206,9 +168,88 @@ class Dispatcher:
         self.workers.replace_engine(index, dead)
         self.workers.with_engine(index, lambda e: hold(self.workers, e, self.files, self.adapter, self.digest))
 
-    def _land(self, number: int, made: Microgroup) -> None:
+    def _land(self, number: int, made: Made) -> None:
         self.made[number] = made
         self.landed(number, made)
+
+
+class Dispatcher(EngineDispatch[Microgroup]):
+    """The dispatch of a rollout: parsers write rows, latents, and each conditioning once.
+
+    name_parts(number) gives new paths for a microgroup's number: of its rows and of its latents.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        files: Files,
+        *,
+        encoder_digest: str,
+        name_parts: Callable[[int], tuple[str, str]],
+        name_conditioning: Callable[[str], str],
+        **policy_and_parts: Any,
+    ) -> None:
+        super().__init__(workers, files, **policy_and_parts)
+        self.encoder_digest, self.name_parts, self.name_conditioning = encoder_digest, name_parts, name_conditioning
+        self.conditioning: dict[str, Part] = {}
+        self._describing: dict[str, asyncio.Lock] = {}
+
+    def _number(self, microgroup: list[Sample]) -> int:
+        return microgroup[0].index // self.workers.config.rollout.rollout_microgroup_size
+
+    async def _store(self, number: int, result: Any, request: GenerateRequest, microgroup: list[Sample]) -> Microgroup:
+        identity = conditioning_id(
+            request.prompt,
+            request.negative_prompt,
+            self.encoder_digest,
+            self.workers.config.training.diffusion_forward_dtype,
+        )
+        lock = self._describing.setdefault(identity, asyncio.Lock())
+        async with lock:
+            if identity not in self.conditioning:
+                made, self.conditioning[identity] = await self._write(
+                    number, result, request, microgroup, identity, describe=True
+                )
+                return made
+        made, _ = await self._write(number, result, request, microgroup, identity, describe=False)
+        return made
+
+    async def _write(
+        self, number: int, result: Any, request: GenerateRequest, group: list[Sample], identity: str, *, describe: bool
+    ) -> tuple[Microgroup, Any]:
+        """Have a parser write a microgroup, under the next name where another writer has taken one."""
+        written: tuple[Microgroup, Any] = await self._parsed(
+            number, lambda parser: self._told(parser, number, result, request, group, identity, describe=describe)
+        )
+        return written
+
+    def _told(
+        self,
+        parser: Any,
+        number: int,
+        result: Any,
+        request: GenerateRequest,
+        group: list[Sample],
+        identity: str,
+        *,
+        describe: bool,
+    ) -> Any:
+        steps = request.sde_step_indices
+        data_path, latents_path = self.name_parts(number)
+        return parser.call(
+            "write",
+            self.files,
+            result,
+            request=request,
+            data_path=data_path,
+            latents_path=latents_path,
+            conditioning_path=self.name_conditioning(identity) if describe else None,
+            samples=[{"sample_index": s.index, "group_index": s.group_index} for s in group],
+            sde_steps=tuple(range(request.num_inference_steps)) if steps is None else steps,
+            policy_digest=self.digest,
+            policy_version=self.version,
+            conditioning_id=identity,
+        )
 
 
 def hold(workers: Workers, engine: Any, files: Files, adapter: Part, digest: str) -> None:

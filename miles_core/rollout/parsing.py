@@ -20,7 +20,7 @@ from miles_core.runtime.faults import fault_point
 from miles_core.store.digest import ROW_DIGEST, canonical_json, with_row_digests
 from miles_core.store.files import Files
 from miles_core.store.parts import Part, remake_table, write_table
-from miles_core.store.schemas import CONDITIONING, latents_schema, rollout_schema
+from miles_core.store.schemas import CONDITIONING, EVALUATED, latents_schema, rollout_schema
 
 PNG_COMPRESS_LEVEL = 1
 
@@ -71,6 +71,52 @@ class ParserWorker:
         trajectories = write_table(files, latents_path, latents)
         fault_point("rollout:written")
         return Microgroup(write_table(files, data_path, rows), trajectories), beside
+
+
+def evaluated_table(
+    result: GenerateResult,
+    request: GenerateRequest,
+    *,
+    eval_set: str,
+    prompt_index: int,
+    sample_indices: Sequence[int],
+    policy_digest: str,
+    policy_version: int,
+) -> pa.Table:
+    """What an evaluation's request made, a row an output, in order (schema EVALUATED); nothing of the trajectories.
+
+    Raises StageError for NaN or inf, or outputs without a sample.
+    """
+    if not request.num_outputs == len(result.outputs) == len(sample_indices):
+        raise StageError(
+            f"engine {result.engine} returned {len(result.outputs)} outputs for {request.num_outputs} requested and "
+            f"{len(sample_indices)} samples"
+        )
+    for index, output in zip(sample_indices, result.outputs, strict=True):
+        _check(index, output)
+    count, guided = len(result.outputs), any(name.startswith("neg.") for name in result.conditioning)
+    each = {
+        "sample_index": list(sample_indices),
+        "seed": [output.seed for output in result.outputs],
+        "image": [{"bytes": image_png(output.image), "path": None} for output in result.outputs],
+    }
+    all_alike = {
+        "eval_set": eval_set,
+        "prompt_index": prompt_index,
+        "prompt": request.prompt,
+        "negative_prompt": request.negative_prompt if guided else None,
+        "num_outputs": request.num_outputs,
+        "height": request.height,
+        "width": request.width,
+        "guidance_scale": request.guidance_scale,
+        "num_steps": request.num_inference_steps,
+        "policy_digest": policy_digest,
+        "policy_version": policy_version,
+        "engine": result.engine,
+        "started_at": datetime.fromtimestamp(result.started_at, UTC),
+        "generate_seconds": result.seconds,
+    }
+    return pa.table(each | {name: [value] * count for name, value in all_alike.items()}, schema=EVALUATED)
 
 
 def image_png(image: torch.Tensor) -> bytes:

@@ -97,6 +97,13 @@ class ParserActor(FencedActor):
         fault_point("rollout:write")
         return self.worker.write(files, result, **arguments)
 
+    def encode(self, result: GenerateResult, **arguments: Any) -> tuple[Any, int]:
+        """The rows of an evaluation's request, to be scored, and how many there are."""
+        from miles_core.rollout.parsing import evaluated_table
+
+        made = evaluated_table(result, **arguments)
+        return made, made.num_rows
+
     def write_probe(self, files: Files, path: str, probe: Any) -> Part:
         from miles_core.weights.probe import write_probe
 
@@ -124,6 +131,12 @@ class RewardActor(FencedActor):
     ) -> Part:
         fault_point("rewards:score")
         return self.worker.score(files, part, path, components, rm_types)
+
+    def score_evaluation(
+        self, files: Files, made: Any, path: str, components: list[str], rm_types: dict[int, str | None]
+    ) -> Part:
+        fault_point("evaluation:score")
+        return self.worker.score_evaluation(files, made, path, components, rm_types)
 
 
 class TrainerActor(FencedActor):

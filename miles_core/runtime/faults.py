@@ -41,8 +41,10 @@ INSIDE = {
     "update:write": "a trainer rank: before a file of the new policy",
     "sync:push": "an engine: before it takes a policy",
     "sync:pushed": "an engine: after it took a policy",
+    "evaluation:landed": "the command: a microgroup's part was told of",
+    "evaluation:score": "a scorer: before it scores a microgroup",
 }
-POINTS = {f"{stage}:{name}": doc for stage in STAGES if stage != "evaluation" for name, doc in BOUNDARIES.items()}
+POINTS = {f"{stage}:{name}": doc for stage in STAGES for name, doc in BOUNDARIES.items()}
 POINTS |= INSIDE
 _PASSAGE = re.compile(r"armed|[1-9]\d*")
 _ACTION = re.compile(r"kill9|stop|hang|error|slow(=\d+(\.\d+)?)?")

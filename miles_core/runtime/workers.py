@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from miles_core.config import RunConfig
 from miles_core.errors import InputError, StageError
@@ -24,6 +24,16 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+
+
+class Scored(Protocol):
+    """What scorers are made for: the run's inputs, or an evaluation set."""
+
+    @property
+    def components(self) -> tuple[str, ...]: ...
+
+    @property
+    def ocr_folders(self) -> tuple[str, str] | None: ...
 
 
 class Workers(Roster):
@@ -160,23 +170,27 @@ class Workers(Roster):
                 self.end(dead)
                 parsers[index] = self._new_parser(index)
 
-    def scorers(self, config: RunConfig, inputs: Inputs) -> list[Actor]:
-        """Scorer processes for this reward configuration; a rerun's differ from the run's."""
+    def scorers(self, config: RunConfig, inputs: Scored) -> list[Actor]:
+        """Scorer processes for this reward configuration; a rerun's differ from the run's, and an evaluation's may."""
         args = config.flat()
-        key = repr((sorted(config.affecting("rewards").items()), inputs.ocr_folders, inputs.components))
+        key, own = (
+            repr((sorted(config.affecting("rewards").items()), scored.ocr_folders, scored.components))
+            for scored in (inputs, self.inputs)
+        )
         with self._starting["scorers"]:
             if key not in self._scorers:
                 count = config.reward.ocr_num_workers if "ocr" in inputs.components else 1
-                self._say_start("scorers", "scorer", count)
-                self._scorers[key] = [self._new_scorer(i, args, inputs) for i in range(count)]
+                name = "scorer" if key == own else "eval-scorer"
+                self._say_start("scorers", name, count)
+                self._scorers[key] = [self._new_scorer(f"{name}-{i}", args, inputs) for i in range(count)]
             return self._scorers[key]
 
-    def replace_scorer(self, group: list[Actor], index: int, dead: Actor, config: RunConfig, inputs: Inputs) -> None:
+    def replace_scorer(self, group: list[Actor], index: int, dead: Actor, config: RunConfig, inputs: Scored) -> None:
         """A new scorer in the place of one that is dead or does not answer, unless that was done already."""
         with self._starting["scorers"]:
             if group[index] is dead:
                 self.end(dead)
-                group[index] = self._new_scorer(index, config.flat(), inputs)
+                group[index] = self._new_scorer(dead.name, config.flat(), inputs)
 
     # The trainer
 
@@ -314,5 +328,5 @@ class Workers(Roster):
     def _new_parser(self, index: int) -> Actor:
         return self.actor("ParserActor", f"parser-{index}", self.config)
 
-    def _new_scorer(self, index: int, args: dict[str, Any], inputs: Inputs) -> Actor:
-        return self.actor("RewardActor", f"scorer-{index}", self.config, args, inputs.ocr_folders)
+    def _new_scorer(self, name: str, args: dict[str, Any], inputs: Scored) -> Actor:
+        return self.actor("RewardActor", name, self.config, args, inputs.ocr_folders)

@@ -1,7 +1,7 @@
 """A run in the store: its attempts by stage and iteration, its line, its record.
 
 <root>/<run>/run.json
-<root>/<run>/policy/init/<fingerprint, 12 hex>/...
+<root>/<run>/policy/{init,evaluation}/<fingerprint, 12 hex>/...
 <root>/<run>/iteration=000012/stage=rollout/<fingerprint, 12 hex>[.2]/{attempt.json, data/*.parquet, manifest.json}
 """
 
@@ -149,6 +149,8 @@ class RunStore:
     def stage_folder(self, stage: StageName, iteration: int) -> str:
         if stage == "policy":
             return f"{self.run}/policy/init"
+        if stage == "evaluation" and iteration < 0:
+            return f"{self.run}/policy/evaluation"
         return f"{self.run}/iteration={iteration:06d}/stage={stage}"
 
     def attempts(self, stage: StageName, iteration: int) -> list[str]:

@@ -169,12 +169,60 @@ def rewards_schema(components: Sequence[str]) -> pa.Schema:
             column("reward", pa.float64(), "the sample's reward"),
             column("rm_type", pa.string(), "scorer of this sample"),
             column("rm_version", pa.string(), "version of that scorer, its models' digests included"),
-            *(column(f"score_{c}", pa.float64(), f"score by {c}", nullable=True) for c in components),
-            column("recognized", pa.string(), "text that OCR read, lines joined", nullable=True),
-            column("target", pa.string(), "text that the prompt asks for", nullable=True),
+            *_scores(components),
             column("tries", pa.int32(), "scorings until one succeeded", volatile=True),
             column("worker", pa.string(), "worker that scored it", volatile=True),
             column("seconds", pa.float64(), "time of scoring this sample", unit="s", volatile=True),
+        ],
+    )
+
+
+def _scores(components: Sequence[str]) -> list[pa.Field]:
+    return [
+        *(column(f"score_{c}", pa.float64(), f"score by {c}", nullable=True) for c in components),
+        column("recognized", pa.string(), "text that OCR read, lines joined", nullable=True),
+        column("target", pa.string(), "text that the prompt asks for", nullable=True),
+    ]
+
+
+_EVALUATED = [
+    column("sample_index", pa.int64(), "number of the sample in the evaluation, from 0"),
+    column("eval_set", pa.string(), "name of the evaluation set"),
+    column("prompt_index", pa.int64(), "row of the prompt in the set's file, from 0"),
+    column("prompt", pa.string(), "prompt text"),
+    column("negative_prompt", pa.string(), "negative prompt; null where guidance is off", nullable=True),
+    column(
+        "seed", pa.int64(), "seed of this sample's noise: 3 * 2^30 + prompt_index * n + offset, in every evaluation"
+    ),
+    column("num_outputs", pa.int32(), "outputs of the request; a replay needs the same number"),
+    column("image", IMAGE, "the decoded sample, PNG, 8-bit RGB"),
+    column("height", pa.int32(), "image height", unit="pixel"),
+    column("width", pa.int32(), "image width", unit="pixel"),
+    column("guidance_scale", pa.float64(), "classifier-free guidance scale; 1 or less is off"),
+    column("num_steps", pa.int32(), "denoising steps, all of them ODE steps"),
+    column("policy_digest", pa.string(), "content digest of the adapter that generated this sample"),
+    column("policy_version", pa.int64(), "iteration whose update made that adapter; -1 is policy/init"),
+    column("engine", pa.string(), "engine that made it", volatile=True),
+    column("started_at", _TIME, "start of the request", volatile=True),
+    column("generate_seconds", pa.float64(), "time of the whole request in the engine", unit="s", volatile=True),
+]
+# What an engine made, before it is scored; never a part of its own.
+EVALUATED = pa.schema(_EVALUATED)
+
+
+def evaluation_schema(components: Sequence[str]) -> pa.Schema:
+    """Schema of an evaluation: what was made and how it was scored; a nullable `score_<rm_type>` per scorer in use."""
+    return _schema(
+        "evaluation",
+        [
+            *_EVALUATED,
+            column("reward", pa.float64(), "the sample's reward"),
+            column("rm_type", pa.string(), "scorer of this sample"),
+            column("rm_version", pa.string(), "version of that scorer, its models' digests included"),
+            *_scores(components),
+            column("tries", pa.int32(), "scorings until one succeeded", volatile=True),
+            column("worker", pa.string(), "worker that scored it", volatile=True),
+            column("score_seconds", pa.float64(), "time of scoring this sample", unit="s", volatile=True),
         ],
     )
 

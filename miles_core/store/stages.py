@@ -6,7 +6,7 @@ One name a stage, everywhere: task file, task run, folder in the store, command 
 from dataclasses import dataclass
 from typing import Literal
 
-StageName = Literal["policy", "prompts", "rollout", "rewards", "advantages", "update", "sync"]
+StageName = Literal["policy", "prompts", "rollout", "rewards", "advantages", "update", "sync", "evaluation"]
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,11 @@ STAGES: dict[StageName, Stage] = {
         Stage("advantages", ("rewards",), 1, "sample_index", "a sample's raw reward, advantage and mask"),
         Stage("update", ("rollout", "advantages", "policy"), 1, "step", "an optimizer step's metrics"),
         Stage("sync", ("update",), 1, "engine", "an engine that holds the new policy, with the proof"),
+        Stage("evaluation", ("policy",), 1, "sample_index", "a sample of an evaluation set, with its reward"),
     )
 }
 
+# The chain that carries a run on. evaluation stands beside it: nothing is made from it.
 ITERATION_STAGES: tuple[StageName, ...] = ("prompts", "rollout", "rewards", "advantages", "update", "sync")
 
 

@@ -21,7 +21,7 @@ from prefect_api import Api
 from miles_core.store.lock import read_lock
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
-DEPLOYMENTS = {"train", "iteration", "rerun-stage", "fork", "inspect"}
+DEPLOYMENTS = {"train", "iteration", "rerun-stage", "evaluate", "fork", "inspect"}
 
 
 @pytest.fixture(scope="module")

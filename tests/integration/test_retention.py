@@ -81,7 +81,7 @@ def test_the_estimate_lies_within_a_quarter_of_what_was_written(
 ) -> None:
     monkeypatch.setenv("MILES_HOME", str(home))
     opened, config = open_run("kept", str(home / "artifacts"))
-    known = measured(opened)
+    known = measured(opened, config)
     assert known is not None
     assert estimate(config, resolve_inputs(config)).total == pytest.approx(known[1].total, rel=0.25)
 

@@ -41,7 +41,7 @@ ITERATIONS = 40
 
 
 class Place:
-    """Files that options name: two models, two prompt files, two OCR models of each kind; and a home for runs."""
+    """Files that options name: two models, three prompt files, two OCR models of each kind; and a home for runs."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -51,7 +51,7 @@ class Place:
             index = {"_class_name": f"{kind}Pipeline", "transformer": ["diffusers", "SD3Transformer2DModel"]}
             (root / name / "model_index.json").write_text(json.dumps(index))
             (root / name / "transformer" / "w.safetensors").write_bytes(name.encode())
-        for name in ("p", "q"):
+        for name in ("p", "q", "e"):
             rows = [
                 {
                     "input": f'{name} "word {i}"',

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import consumers as see
+import evaluation_consumers as evaluated
 from consumers import Place
 
 from miles_core.config import RunConfig
@@ -46,7 +47,8 @@ CHOICE = NO_WINDOW | {"diffusion_step_strategy_path": "epoch_global_random_choic
 LINEAR = {"lr": 1.0, "lr_decay_style": "linear", "lr_decay_iters": 10}
 WSD = {"lr": 1.0, "lr_decay_style": "WSD", "lr_decay_iters": 10}
 OWN_STD = {"globalize_reward_std": False}
-OCR_RUN = {"rm_type": "ocr", "ocr_det_model_dir": "{}/det", "ocr_rec_model_dir": "{}/rec"}
+EVALUATED = {"eval_prompt_data": "{}/e.jsonl"}
+OCR_RUN = {"rm_type": "ocr", "ocr_det_model_dir": "{}/det", "ocr_rec_model_dir": "{}/rec"} | EVALUATED
 
 RUN: dict[str, Effect | OneChoice] = {
     "run_id": Effect("mine", see.run_name, "tiny", "mine"),
@@ -140,7 +142,7 @@ ROLLOUT: dict[str, Effect | OneChoice] = {
     "diffusion_step_strategy_path": Effect(
         "epoch_global_random_choice", see.always_neighbours, True, False, base=NO_WINDOW
     ),
-    "diffusion_num_steps": Effect(8, see.requested("num_inference_steps"), 6, 8),
+    "diffusion_num_steps": Effect(8, see.requested("num_inference_steps"), 6, 8, derives=("diffusion_eval_num_steps",)),
     "diffusion_num_sde_steps": Effect(3, see.steps_an_iteration, 2, 3),
     "diffusion_sde_window_range": Effect((2, 6), see.all_steps, [0, 1, 2, 3], [2, 3, 4, 5]),
     "diffusion_sde_candidate_steps": Effect((1, 3, 5), see.all_steps, [0, 1, 2, 3, 4, 5], [1, 3, 5], base=CHOICE),
@@ -264,26 +266,40 @@ LORA: dict[str, Effect | OneChoice] = {
     "lora_init_weights": Effect("kaiming", tests=(f"{TRAINER}test_init_policy_is_the_seeded_adapter",)),
 }
 
-EFFECTS = RUN | CLUSTER | TRAINING | OPTIMIZER | ROLLOUT | DATA | ALGORITHM | REWARD | LORA
+EVALUATION: dict[str, Effect | OneChoice] = {
+    "eval_interval": Effect(2, evaluated.iterations, [], [-1, 1, 3], base=EVALUATED),
+    "eval_prompt_data": Effect("{}/q.jsonl", evaluated.words, {"e"}, {"q"}, base=EVALUATED),
+    "n_samples_per_eval_prompt": Effect(3, evaluated.samples, (9, [1] * 9), (27, [3] * 9), base=EVALUATED),
+    "diffusion_eval_num_steps": Effect(40, evaluated.requested("num_inference_steps"), 6, 40, base=EVALUATED),
+    "skip_eval_before_train": Effect(
+        True, evaluated.iterations, [-1, 1, 3], [1, 3], base=EVALUATED | {"eval_interval": 2}
+    ),
+    "stop_on_eval_failure": Effect(True, evaluated.after_a_failure, "goes on", "ends", base=EVALUATED),
+}
+
+EFFECTS = RUN | CLUSTER | TRAINING | OPTIMIZER | ROLLOUT | DATA | ALGORITHM | REWARD | LORA | EVALUATION
 
 # What each option's result is in, said once more than in its declaration: a declaration that is forgotten shows.
 STAGES_OF: dict[tuple[str, ...], str] = {
     (): """run_id new artifact_root code_path num_rollout keep_full_checkpoints keep_latents_iterations actor_num_nodes
         actor_num_gpus_per_node rollout_num_engines device distributed_timeout_minutes keep_actors actor_idle_minutes
         dp_replicate_size deterministic_mode rollout_parser_num_workers rollout_max_retries reward_max_retries
-        ocr_num_workers""",
+        ocr_num_workers eval_interval skip_eval_before_train stop_on_eval_failure""",
     ("policy",): "use_lora lora_rank lora_alpha lora_target_modules lora_init_weights",
     ("policy", "update"): "seed",
-    ("policy", "rollout", "update"): "hf_checkpoint",
-    ("prompts",): "prompt_data input_key metadata_key rollout_batch_size",
+    ("policy", "rollout", "update", "evaluation"): "hf_checkpoint",
+    ("prompts",): "prompt_data rollout_batch_size",
+    ("prompts", "evaluation"): "input_key metadata_key",
     ("prompts", "rollout"): "rollout_seed",
     ("prompts", "advantages"): "n_samples_per_prompt",
-    ("rollout",): """rollout_engine diffusion_step_strategy_path diffusion_num_steps diffusion_num_sde_steps
-        diffusion_sde_window_range diffusion_sde_candidate_steps diffusion_noise_level diffusion_sde_type
-        diffusion_guidance_scale diffusion_negative_prompt diffusion_height diffusion_width diffusion_generator_device
-        rollout_microgroup_size""",
-    ("rollout", "update"): "diffusion_forward_dtype diffusion_model_family diffusion_log_prob_no_const",
-    ("rewards",): "rm_type ocr_engine ocr_min_confidence ocr_det_model_dir ocr_rec_model_dir",
+    ("rollout",): """diffusion_step_strategy_path diffusion_num_steps diffusion_num_sde_steps
+        diffusion_sde_window_range diffusion_sde_candidate_steps diffusion_noise_level diffusion_sde_type""",
+    ("rollout", "evaluation"): """rollout_engine diffusion_guidance_scale diffusion_negative_prompt diffusion_height
+        diffusion_width diffusion_generator_device rollout_microgroup_size""",
+    ("rollout", "update"): "diffusion_log_prob_no_const",
+    ("rollout", "update", "evaluation"): "diffusion_forward_dtype diffusion_model_family",
+    ("rewards", "evaluation"): "rm_type ocr_engine ocr_min_confidence ocr_det_model_dir ocr_rec_model_dir",
+    ("evaluation",): "eval_prompt_data n_samples_per_eval_prompt diffusion_eval_num_steps",
     ("advantages",): """advantage_estimator disable_grpo_std_normalization globalize_reward_mean
         globalize_reward_std""",
     ("update",): """train_backend fsdp_master_dtype fsdp_reduce_dtype gradient_checkpointing optimizer lr adam_beta1

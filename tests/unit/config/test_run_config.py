@@ -54,7 +54,7 @@ def test_operational_fields_affect_no_stage_and_the_others_some() -> None:
     ):
         assert affects(name) == ()
     assert affects("lr") == affects("train_dp_split_mode") == ("update",)
-    assert affects("rm_type") == ("rewards",)
+    assert affects("rm_type") == ("rewards", "evaluation")
     assert "rollout" in affects("diffusion_guidance_scale")
     # The reward type must not change what is generated.
     assert "rm_type" not in config().affecting("prompts")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_core.data.prompts import PROMPT_SETS, Prompt, load_prompts, resolve_prompt_path
+from miles_core.data.prompts import PROMPT_SETS, Prompt, load_prompts, named_set, resolve_prompt_path
 from miles_core.errors import InputError
 from miles_core.rewards.quoted import normalized, quoted_target
 
@@ -202,3 +202,31 @@ class TestQuotedTarget:
 
     def test_normalized(self) -> None:
         assert normalized(" Step Goal  ACHIEVED ") == "stepgoalachieved"
+
+
+class TestEvaluationSet:
+    @pytest.mark.parametrize(
+        ("given", "found"),
+        [
+            ("drawn evals.jsonl", ("drawn", "evals.jsonl")),
+            ("drawn-2  /data/my evals.txt", ("drawn-2", "/data/my evals.txt")),
+            ("evals.jsonl", ("default", "evals.jsonl")),
+            ("tiny", ("default", "tiny")),
+            ("drawn tiny", ("drawn", "tiny")),
+        ],
+    )
+    def test_a_name_and_a_file_or_a_file_alone(self, given: str, found: tuple[str, str]) -> None:
+        assert named_set(given) == found
+
+    def test_a_file_with_a_space_in_its_name_is_a_file(self, tmp_path: Path) -> None:
+        (tmp_path / "my evals.txt").write_text("a\n")
+        assert named_set(f"{tmp_path}/my evals.txt") == ("default", f"{tmp_path}/my evals.txt")
+
+    @pytest.mark.parametrize("given", ["/data/my evals.txt", "../x y", ". y", "ä y", "a" * 65 + " y"])
+    def test_what_is_no_name_is_refused(self, given: str) -> None:
+        with pytest.raises(InputError, match="--eval-prompt-data .*NAME PATH"):
+            named_set(given)
+
+    def test_a_missing_file_names_the_option_that_named_it(self, tmp_path: Path) -> None:
+        with pytest.raises(InputError, match="give --eval-prompt-data a"):
+            load_prompts(tmp_path / "none.txt", rm_type="jpeg_compressibility", option="--eval-prompt-data")

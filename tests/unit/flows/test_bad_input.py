@@ -155,6 +155,22 @@ COMMANDS: dict[str, tuple[Prepare, tuple[str, ...]]] = {
         lambda home: ["query", "SELECT 1", "--output", "csv", "--file", _file(home)],
         ("--file", "exists already"),
     ),
+    "rerun of evaluation": (lambda home: ["rerun", "nope", "0", "evaluation"], ("miles evaluate",)),
+    "rerun with an option of evaluation": (
+        lambda home: ["rerun", "nope", "0", "rewards", "--diffusion-eval-num-steps", "4"],
+        ("--diffusion-eval-num-steps", "miles evaluate"),
+    ),
+    "evaluation on no set": (lambda home: ["train", "tiny", "--eval-interval", "1"], ("--eval-prompt-data",)),
+    "missing evaluation prompts": (
+        lambda home: ["train", "tiny", "--eval-prompt-data", "held-out", str(home / "none.txt")],
+        ("none.txt", "--eval-prompt-data"),
+    ),
+    "evaluation set of a wrong name": (
+        lambda home: ["train", "tiny", "--eval-prompt-data", "held/out", str(home / "none.txt")],
+        ("held/out", "NAME PATH"),
+    ),
+    "evaluate no run": (lambda home: ["evaluate", "nope", "0"], ("nope", "miles runs")),
+    "evaluate with an option of training": (lambda home: ["evaluate", "nope", "--lr", "1"], ("--lr", "evaluation")),
     "unknown command": (lambda home: ["trian"], ("trian",)),
     "unknown family": (lambda home: ["make-tiny", "flux", str(home / "m")], ("flux",)),
     "tiny model over a folder that is not empty": (lambda home: ["make-tiny", "sd3", _folder(home)], ("full",)),
@@ -210,15 +226,30 @@ def test_a_prefect_address_that_does_not_answer(
         ensure_server()
 
 
+def test_evaluate_says_what_policies_and_sets_there_are(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = RunStore(Files(str(home / "home" / "artifacts")), "r")
+    (home / "p.txt").write_text("a cat\n")
+    (home / "model").mkdir()
+    (home / "model" / "model_index.json").write_text('{"_class_name": "StableDiffusion3Pipeline"}')
+    config = recipe("tiny").replace(prompt_data=str(home / "p.txt"), hf_checkpoint=str(home / "model"))
+    recorded = {"fields": {}, "inputs": {}}
+    store.create_record({"recipe": "tiny", "config": config.model_dump(mode="json"), "meaning": recorded})
+    assert "names no evaluation set" in refuse(capsys, "evaluate", "r")
+    for iteration in ((), ("7",), ("init",), ("-1",)):
+        sentence = refuse(capsys, "evaluate", "r", *iteration, "--eval-prompt-data", "tiny")
+        assert "latest or init" in sentence or "-1" in sentence, sentence
+
+
 def test_paths_are_recorded_as_they_are_found_from_any_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (home / "p.txt").write_text("a cat\n")
     (home / "model").mkdir()
     (home / "model" / "model_index.json").write_text('{"_class_name": "StableDiffusion3Pipeline"}')
     monkeypatch.chdir(home)
-    config = recipe("tiny").replace(prompt_data="p.txt", hf_checkpoint="model")
+    config = recipe("tiny").replace(prompt_data="p.txt", hf_checkpoint="model", eval_prompt_data="drawn p.txt")
     planned = plan_run(config, "tiny")
     begin_run(planned, "tiny", str(home))
     record = planned.store.record()
     assert record is not None
     assert record["config"]["data"]["prompt_data"] == str(home / "p.txt")
+    assert record["config"]["evaluation"]["eval_prompt_data"] == f"drawn {home / 'p.txt'}"
     assert record["config"]["rollout"]["hf_checkpoint"] == str(home / "model")

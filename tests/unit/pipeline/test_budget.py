@@ -54,7 +54,7 @@ def test_all_kept_is_a_plain_quotient() -> None:
 
 @pytest.mark.parametrize("kind", ["latents", "checkpoint", "rest", "total"])
 def test_the_estimate_lies_within_a_quarter_of_what_an_iteration_writes(run: TinyRun, kind: str) -> None:
-    known = measured(run.store)
+    known = measured(run.store, run.config)
     assert known is not None and known[0] == 3
     real, guess = getattr(known[1], kind), getattr(estimate(run.config, run.inputs), kind)
     assert abs(guess - real) < 0.25 * real, (guess, real)
@@ -70,9 +70,9 @@ def test_the_estimate_follows_the_options(run: TinyRun) -> None:
 
 
 def test_what_is_measured_does_not_shrink_by_pruning(run: TinyRun) -> None:
-    before = measured(run.store)
+    before = measured(run.store, run.config)
     retain(run.step(3, keep_latents_iterations=1))
-    assert measured(run.store) == before
+    assert measured(run.store, run.config) == before
 
 
 def test_the_line_before_there_is_an_iteration(run: TinyRun) -> None:

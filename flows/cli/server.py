@@ -16,6 +16,7 @@ from miles_core.store.digest import sha256_hex
 SERVER = Background("server")
 
 _START_SECONDS = 90
+_DATABASES = ("postgresql+asyncpg://", "sqlite+aiosqlite://")
 
 QUIET = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -43,6 +44,12 @@ def ensure_server(database: str | None = None, host: str = "127.0.0.1", port: in
                 f"no Prefect server answers at PREFECT_API_URL {given}: start it, or unset the variable to use a local one"
             )
         return given
+    if database and not database.startswith(_DATABASES):
+        raise InputError(
+            f"--database {database.partition(':')[0]}:…: give an address that begins with {' or '.join(_DATABASES)}"
+        )
+    if SERVER.record() is None:
+        free_port((port,) if port else (4200, 0), host)
     SERVER.folder.mkdir(parents=True, exist_ok=True)
     with FileLock(SERVER.folder / "server.lock"):
         url = _running()

@@ -1,6 +1,7 @@
 """Bad input on the command line: one sentence (what, where, what to do), exit 2, nothing half-written."""
 
 import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,10 @@ from miles_core.errors import InputError
 from miles_core.pipeline.run import begin_run, plan_run
 from miles_core.store.files import Files
 from miles_core.store.run_store import RunStore
+
+BUSY = socket.socket()
+BUSY.bind(("127.0.0.1", 0))
+BUSY.listen()
 
 
 @pytest.fixture
@@ -171,6 +176,16 @@ COMMANDS: dict[str, tuple[Prepare, tuple[str, ...]]] = {
     ),
     "evaluate no run": (lambda home: ["evaluate", "nope", "0"], ("nope", "miles runs")),
     "evaluate with an option of training": (lambda home: ["evaluate", "nope", "--lr", "1"], ("--lr", "evaluation")),
+    "server on a busy port": (lambda home: ["up", "--port", str(BUSY.getsockname()[1])], ("--port", "give another")),
+    "server on a port that is none": (lambda home: ["up", "--port", "99999"], ("99999",)),
+    "server on an address that is not here": (lambda home: ["up", "--host", "192.0.2.7"], ("192.0.2.7",)),
+    "server with a database that is none": (lambda home: ["up", "--database", "mysql://u:secret@h/x"], ("postgresql",)),
+    "carry on a run without its name": (lambda home: ["train", "same"], ("--run-id",)),
+    "carry on no run": (lambda home: ["train", "same", "--run-id", "nope"], ("nope", "miles runs")),
+    "a run id that leads outside": (lambda home: ["train", "tiny", "--run-id", "../../x"], ("../../x", "letters")),
+    "show of a run id that leads outside": (lambda home: ["show", "../../x"], ("../../x", "letters")),
+    "fork to a run id that leads outside": (lambda home: ["fork", "../../x", "0", "--run-id", "y"], ("../../x",)),
+    "gallery of no run": (lambda home: ["gallery", "nope"], ("nope", "miles runs")),
     "unknown command": (lambda home: ["trian"], ("trian",)),
     "unknown family": (lambda home: ["make-tiny", "flux", str(home / "m")], ("flux",)),
     "tiny model over a folder that is not empty": (lambda home: ["make-tiny", "sd3", _folder(home)], ("full",)),

@@ -9,14 +9,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from commands import MILES, Place
-from prefect_api import Api
+from prefect_api import FINAL, Api
 
 from miles_core.store.lock import read_lock
 
@@ -206,3 +208,70 @@ def test_a_suspended_run_goes_on_where_it_stood(
     api.post(f"/flow_runs/{flow_run}/resume", {})
     api.wait(flow_run)
     assert place.digests("suspended", 2) == undisturbed
+
+
+def test_the_schedule_scores_the_newest_iterations_while_training_goes_on(
+    place: Place, api: Api, undisturbed: dict[str, str], tmp_path: Path
+) -> None:
+    deployment = api.deployment("rerun-stage")
+    assert [(one["slug"], one["active"]) for one in deployment["schedules"]] == [("newest-rewards", True)]
+    slow = {"MILES_FAULT": "update:before_commit:2:slow=90", "MILES_FAULT_COUNTS": str(tmp_path)}
+    training = api.run("train", options("scheduled", 2), slow)
+    api.until(lambda: place.store("scheduled").line_iterations("update"), "first iteration", 300)
+    other = {"reward": {"rm_type": "jpeg_incompressibility"}}
+    often = {
+        "schedule": {"interval": 15},
+        "slug": "often",
+        "active": True,
+        "parameters": {"run": "latest", "iterations": "latest:3", "stage": "rewards", "options": other},
+    }
+    (made,) = api.post(f"/deployments/{deployment['id']}/schedules", [often])
+    try:
+        done = api.until(lambda: scheduled(api, deployment["id"]), "scheduled rerun", 200)
+        assert api.flow_run(training)["state_type"] == "RUNNING"
+    finally:
+        assert httpx.delete(f"{api.url}/deployments/{deployment['id']}/schedules/{made['id']}", timeout=60).is_success
+    assert done["state_type"] == "COMPLETED", done["state"]
+    line = place.on_line("scheduled", 0, "rewards")
+    beside = [m for m in place.store("scheduled").committed("rewards", 0) if m.attempt != line.attempt]
+    assert [m.affecting_config["rm_type"] for m in beside] == ["jpeg_incompressibility"]
+    api.wait(training)
+    assert place.digests("scheduled", 2) == undisturbed
+
+
+def scheduled(api: Api, deployment: str) -> dict[str, Any] | None:
+    """The first run of a deployment that its schedule `often` began and that is over."""
+    runs = api.post(
+        "/flow_runs/filter", {"flow_runs": {"deployment_id": {"any_": [deployment]}}, "sort": "START_TIME_ASC"}
+    )
+    over = [run for run in runs if run["parameters"]["options"] and run["state_type"] in FINAL - {"CANCELLED"}]
+    return over[0] if over else None
+
+
+def test_a_fork_with_another_reward_trains_on(place: Place, api: Api, undisturbed: dict[str, str]) -> None:
+    before = parent_of_fork(place)
+    other = {"reward": {"rm_type": "jpeg_incompressibility"}}
+    api.wait(api.run("fork", {"run": "undisturbed", "iteration": 1, "run_id": "forked", "options": other}))
+    api.wait(api.run("train", {"recipe": "same", "options": {"run": {"run_id": "forked", "num_rollout": 2}}}))
+    made = place.digests("forked", 2)
+    same = {slot for slot, digest in made.items() if digest == undisturbed[slot]}
+    assert same == {slot for slot in made if slot.startswith("0/")} | {"1/prompts", "1/rollout"}
+    assert parent_of_fork(place) == before
+
+
+def parent_of_fork(place: Place) -> dict[Path, bytes]:
+    """All that the parent holds but the note of its forks."""
+    files = (place.home / "artifacts/undisturbed").rglob("*")
+    return {path: path.read_bytes() for path in files if path.is_file() and path.parent.name != "forks"}
+
+
+def test_inspect_lays_out_what_the_run_holds(place: Place, api: Api, undisturbed: dict[str, str]) -> None:
+    query = "SELECT count(*) AS n FROM samples"
+    parameters = {"run": "undisturbed", "iterations": "all", "sql": query, "gallery": True}
+    api.wait(api.run("inspect", parameters))
+    (answer,) = api.artifacts("undisturbed-sql")
+    assert json.loads(answer["data"]) == [{"n": "64"}]
+    assert json.loads(api.artifacts("undisturbed-iterations")[0]["data"])[0]["iteration"] == 1
+    assert "data:image/" in api.artifacts("undisturbed-samples")[0]["data"]
+    assert api.artifacts("undisturbed-reward-curve")[0]["data"].startswith("data:image/svg+xml")
+    assert (place.home / "galleries/undisturbed.html").stat().st_size > 100_000

@@ -67,7 +67,8 @@ def rerun_stage(
     if run == LATEST and not any_run(artifact_root):
         print("there is no run yet, there is nothing to do", flush=True)
         return []
-    words = [*(["--downstream"] if downstream else []), *(["--force"] if force else []), *as_flags(changes)]
+    chosen = ["--from-attempt", from_attempt] if from_attempt else []
+    words = [*(["--downstream"] if downstream else []), *(["--force"] if force else []), *chosen, *as_flags(changes)]
     with told(f"rerun of {stage}", run, shlex.join(["miles", "rerun", run, iterations, stage, *words])):
         plan = plan_rerun(
             run, artifact_root, iterations, stage, overrides=changes, downstream=downstream, attempt=from_attempt

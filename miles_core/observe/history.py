@@ -5,6 +5,7 @@ from typing import Any
 
 from miles_core.observe.plots import Point, point_of
 from miles_core.observe.rows import on_line
+from miles_core.store.line import entry
 from miles_core.store.manifest import Manifest
 from miles_core.store.run_store import RunStore
 from miles_core.store.stages import ITERATION_STAGES, StageName
@@ -23,7 +24,7 @@ class History:
         for stage in ITERATION_STAGES:
             known = {i: m for (s, i), m in self._read.items() if s == stage}
             named = {int(slot.partition("/")[0]): name for slot, name in line.items() if slot.endswith(f"/{stage}")}
-            missing = [i for i, name in named.items() if i not in known or known[i].attempt != name]
+            missing = [i for i, name in named.items() if i not in known or entry(known[i], self.store.run) != name]
             if missing:
                 self._read |= {(stage, i): m for i, m in on_line(self.store, stage, missing).items()}
 

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from miles_core.store.files import Files
+from miles_core.store.line import standing
 from miles_core.store.manifest import Manifest
 from miles_core.store.parts import Part, read_bytes, read_table
 from miles_core.store.run_store import RunStore
@@ -64,8 +65,13 @@ def on_line(store: RunStore, stage: StageName, iterations: Collection[int] | Non
     named = sorted((int(number), attempt) for number, _, name, attempt in slots if name == stage)
     wanted = [(i, attempt) for i, attempt in named if iterations is None or i in iterations]
     with ThreadPoolExecutor(_READERS) as pool:
-        found = pool.map(lambda slot: store.manifest(stage, *slot), wanted)
+        found = pool.map(lambda place: _standing(store, stage, *place), wanted)
         return {i: manifest for (i, _), manifest in zip(wanted, found, strict=True) if manifest}
+
+
+def _standing(store: RunStore, stage: StageName, iteration: int, entry: str) -> Manifest | None:
+    holder, attempt = standing(entry, store.run)
+    return store.of(holder).manifest(stage, iteration, attempt)
 
 
 def read_scores(files: Files, rewards: Manifest | None, advantages: Manifest | None) -> dict[int, Score]:

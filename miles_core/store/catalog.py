@@ -2,10 +2,11 @@
 
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from miles_core.errors import InputError
 from miles_core.store.files import Files
+from miles_core.store.line import standing
 from miles_core.store.manifest import Manifest
 from miles_core.store.run_store import RunStore, check_run_id
 from miles_core.store.run_store import runs as names_of
@@ -37,7 +38,10 @@ class Catalog:
 
 @dataclass(frozen=True)
 class _Place:
+    """An attempt to read. `store`: of the run that holds it; `run`: on whose behalf, another where a fork keeps it."""
+
     store: RunStore
+    run: str
     stage: StageName
     iteration: int
     attempt: str
@@ -77,7 +81,7 @@ def read_catalog(
                 notes.append(f"left out: {entry}")
         elif entry is None and place.on_line:
             notes.append(
-                f"run {place.store.run}: {place.stage} of iteration {place.iteration} cannot be read ({place.attempt}): "
+                f"run {place.run}: {place.stage} of iteration {place.iteration} cannot be read ({place.attempt}): "
                 "`miles train` makes it afresh"
             )
     if newer > 1:
@@ -90,19 +94,25 @@ def _places(
 ) -> list[_Place]:
     line = (store.record() or {}).get("line", {})
     named = {
-        (stage, _iteration(slot)): attempt for slot, attempt in line.items() for stage in [slot.rpartition("/")[2]]
+        (stage, _iteration(slot)): standing(entry, store.run)
+        for slot, entry in line.items()
+        for stage in [slot.rpartition("/")[2]]
     }
+    # What a fork keeps of another run lies in no folder of its own.
     found = [
-        _Place(store, stage, number, attempt, True)
-        for (stage, number), attempt in named.items()
-        if stage in stages and stage not in every
+        _Place(store.of(holder), store.run, stage, number, attempt, True)
+        for (stage, number), (holder, attempt) in named.items()
+        if stage in stages and (stage not in every or holder != store.run)
     ]
     numbers = store.iterations() if set(every) - {"policy"} else []
     slots: list[tuple[StageName, int]] = [("policy", -1)] if "policy" in every else []
     slots += [(stage, number) for number in numbers for stage in ITERATION_STAGES if stage in every]
     listed = threads.map(lambda slot: store.attempts(*slot), slots)
     for (stage, number), attempts in zip(slots, listed, strict=True):
-        found += [_Place(store, stage, number, name, named.get((stage, number)) == name) for name in attempts]
+        found += [
+            _Place(store, store.run, stage, number, name, named.get((stage, number)) == (store.run, name))
+            for name in attempts
+        ]
     return sorted(found, key=lambda place: place.iteration)
 
 
@@ -119,4 +129,4 @@ def _entry(place: _Place) -> Entry | InputError | None:
         return None
     # Of other stages nothing is pruned.
     stone = place.store.pruned(manifest) if place.stage in ("rollout", "update") else None
-    return Entry(manifest, place.on_line, stone)
+    return Entry(replace(manifest, run=place.run), place.on_line, stone)

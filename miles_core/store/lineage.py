@@ -161,7 +161,7 @@ def _policies(store: RunStore, rollout: Manifest, policy_digest: str) -> list[Fa
     found: list[Facts] = []
     consumed: Upstream | None = rollout.upstream["policy"]
     while consumed:
-        manifest = store.manifest(consumed.stage, consumed.iteration, consumed.attempt)
+        manifest = store.of(consumed.run).manifest(consumed.stage, consumed.iteration, consumed.attempt)
         facts: Facts = {"stage": consumed.stage, "iteration": consumed.iteration, "attempt": consumed.attempt}
         facts |= {"content_digest": consumed.content_digest, "stale": _stale(store, consumed)}
         if manifest is None:

@@ -24,6 +24,7 @@ from miles_core.store.lock import LockLost
 from miles_core.store.manifest import Manifest
 from miles_core.store.parts import Part, inspect_table, read_table
 from miles_core.store.run_store import Attempt, RunStore
+from miles_core.store.stages import StageName
 
 BEFORE_TRAINING = -1
 _PART = re.compile(r"(\d{8})-(\d+)\.parquet")
@@ -31,9 +32,9 @@ _PART = re.compile(r"(\d{8})-(\d+)\.parquet")
 
 def due(step: Step) -> bool:
     """Whether training evaluates at the step's iteration: after every eval_interval of them, and at -1, before the
-    first, unless that is skipped."""
+    first, unless that is skipped. A policy that a fork keeps of another run is that run's to evaluate."""
     e = step.config.evaluation
-    if e.eval_interval is None:
+    if e.eval_interval is None or step.store.kept(_maker(step), step.iteration):
         return False
     return not e.skip_eval_before_train if step.iteration < 0 else (step.iteration + 1) % e.eval_interval == 0
 
@@ -46,7 +47,11 @@ def missing(step: Step) -> bool:
 
 def evaluated_policy(step: Step) -> Manifest:
     """The policy that an evaluation at the step's iteration is of: its update, policy/init at -1."""
-    return line(step, "policy" if step.iteration < 0 else "update", step.iteration)
+    return line(step, _maker(step), step.iteration)
+
+
+def _maker(step: Step) -> StageName:
+    return "policy" if step.iteration < 0 else "update"
 
 
 def iteration_of(store: RunStore, given: str) -> int:

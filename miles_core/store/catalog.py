@@ -105,8 +105,9 @@ def _places(
         if stage in stages and (stage not in every or holder != store.run)
     ]
     numbers = store.iterations() if set(every) - {"policy"} else []
-    slots: list[tuple[StageName, int]] = [("policy", -1)] if "policy" in every else []
-    slots += [(stage, number) for number in numbers for stage in ITERATION_STAGES if stage in every]
+    first: tuple[StageName, ...] = ("policy", "evaluation")
+    slots = [(stage, -1) for stage in first if stage in every]
+    slots += [(stage, number) for number in numbers for stage in (*ITERATION_STAGES, "evaluation") if stage in every]
     listed = threads.map(lambda slot: store.attempts(*slot), slots)
     for (stage, number), attempts in zip(slots, listed, strict=True):
         found += [

@@ -48,6 +48,8 @@ def kept(record: dict[str, Any], stage: StageName, iteration: int) -> Kept | Non
 
 
 def iterations(record: dict[str, Any], stage: StageName | None = None) -> list[int]:
-    """Iterations for which the line names an attempt, at `stage` where one is given, ascending."""
+    """Iterations for which the line names an attempt, at `stage` where one is given, ascending; without one, -1 (the
+    evaluation before training) is none."""
     slots = (key.partition("/") for key in record.get("line", {}))
-    return sorted({int(number) for number, _, name in slots if name and stage in (None, name)})
+    named = {int(number) for number, _, name in slots if name and stage in (None, name)}
+    return sorted(named if stage else (number for number in named if number >= 0))

@@ -62,6 +62,7 @@ _BASE = {
     "advantages": schemas.ADVANTAGES,
     "update": schemas.UPDATE,
     "sync": schemas.SYNC,
+    "evaluation": schemas.evaluation_schema([]),
     "latents": schemas.latents_schema(latent_shape=(1,), positions=1, latent_dtype=pa.float32()),
 }
 TABLES: dict[str, StageName] = {**{name: name for name in STAGES}, "latents": "rollout"}

@@ -17,6 +17,7 @@ from miles_core.data.eval_samples import FIRST_SEED, eval_samples
 from miles_core.errors import InputError, StageError
 from miles_core.pipeline import evaluation
 from miles_core.pipeline.budget import estimate, measured
+from miles_core.pipeline.fork import begin_fork, plan_fork
 from miles_core.pipeline.inputs import resolve_inputs
 from miles_core.pipeline.iteration import finished
 from miles_core.pipeline.log import log_evaluation
@@ -33,6 +34,7 @@ from miles_core.store.lock import LockLost
 from miles_core.store.parts import read_bytes, read_table
 from miles_core.store.run_store import Attempt, RunStore
 from miles_core.store.schemas import evaluation_schema
+from miles_core.store.sql import Database
 from miles_core.weights.packing import to_push
 
 SAMPLES = 3
@@ -280,3 +282,26 @@ def test_nothing_is_found_under_other_options(evaluated: TinyRun) -> None:
     assert find_stage(evaluated.step(1), "evaluation", policy)
     for change in ({"n_samples_per_eval_prompt": 2}, {"diffusion_guidance_scale": 2.0}, {"rm_type": "ocr"}):
         assert find_stage(evaluated.step(1, **change), "evaluation", policy) is None
+
+
+def test_a_query_reads_evaluations_with_the_one_before_training(evaluated: TinyRun) -> None:
+    for iteration in (-1, 1):
+        evaluate(evaluated.step(iteration))
+    again = evaluated.step(1)
+    again.force, again.moves_line = True, False
+    evaluate(again)
+    counts = {}
+    for view in ("evaluation", "evaluation_all"):
+        sql = f"SELECT iteration, count(*) AS rows, max(eval_set) AS name FROM {view} GROUP BY iteration ORDER BY iteration"
+        database = Database(evaluated.store.files, (evaluated.store.run,), sql)
+        counts[view] = [tuple(r.values()) for b in database.read(database.run()) for r in b.to_pylist()]
+    assert counts["evaluation"] == [(-1, 6, "held-out"), (1, 6, "held-out")]
+    assert counts["evaluation_all"] == [(-1, 6, "held-out"), (1, 12, "held-out")]
+
+
+def test_a_fork_does_not_evaluate_what_it_keeps_of_another_run(evaluated: TinyRun) -> None:
+    begin_fork(plan_fork(evaluated.store, evaluated.config, "2", "child"))
+    step = evaluated.step(0)
+    step.store = RunStore(evaluated.store.files, "child")
+    assert [i for i in range(-1, 4) if evaluation.due(step.at(i))] == [3]
+    assert not evaluation.missing(step)

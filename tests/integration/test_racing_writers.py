@@ -27,7 +27,7 @@ def race(work: Callable[..., Any], *arguments: Any) -> list[Any]:
     racers = [context.Process(target=run, args=(number,)) for number in range(RACERS)]
     for racer in racers:
         racer.start()
-    found = [answers.get(timeout=120) for _ in racers]
+    found = [answers.get(timeout=400) for _ in racers]
     for racer in racers:
         racer.join()
     assert [racer.exitcode for racer in racers] == [0] * RACERS

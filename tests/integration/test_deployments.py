@@ -139,7 +139,7 @@ def tries(api: Api, name: str) -> list[str]:
 def test_a_cancelled_run_gives_all_back_and_resumes(
     place: Place, api: Api, undisturbed: dict[str, str], tmp_path: Path
 ) -> None:
-    slow = {"MILES_FAULT": "rollout:landed:2:slow=60", "MILES_FAULT_COUNTS": str(tmp_path)}
+    slow = {"MILES_FAULT": "rollout:generate:3:slow=120", "MILES_FAULT_COUNTS": str(tmp_path)}
     flow_run = api.run("train", options("cancelled", 2), slow)
     process = process_of(place, api, flow_run)
     rollout = place.home / "artifacts/cancelled/iteration=000000/stage=rollout"

@@ -62,7 +62,8 @@ def make(step: Step, attempt: Attempt, upstream: Upstreams) -> Product:
     parts, each = [], cast(Any, step.inputs.evaluation)
     groups = eval_samples(each.prompts, SAMPLES)
     args = evaluation.eval_args(config, len(groups))
-    for group in groups:
+    size = args.rollout_microgroup_size
+    for group in (group[start : start + size] for group in groups for start in range(0, len(group), size)):
         request = GenerateRequest(**sampling_params(args, group, 0))
         made = evaluated_table(
             engine.generate(request),

@@ -200,14 +200,16 @@ def test_what_an_earlier_try_left_whole_is_kept(evaluated: TinyRun) -> None:
     policy = {"policy": evaluation.evaluated_policy(step)}
     wanted = stage_fingerprint(step, "evaluation", {"policy": policy["policy"].fingerprint})
     attempt = step.store.open_attempt("evaluation", 1, wanted, policy, resumable=True)
-    first, second = make(step, attempt, policy).parts
+    parts = make(step, attempt, policy).parts
+    kept = dict(zip((0, 2, SAMPLES, SAMPLES + 2), parts, strict=True))
     groups = eval_samples(cast(Any, step.inputs.evaluation).prompts, SAMPLES)
-    assert evaluation._kept(step, attempt, groups, SAMPLES) == {0: first, SAMPLES: second}
-    assert evaluation._kept(step, attempt, groups, 2) == {}
-    data = bytearray(step.store.files.read(second.path))
+    assert evaluation._kept(step, attempt, groups, 2) == kept
+    assert evaluation._kept(step, attempt, groups, SAMPLES) == {}
+    damaged = kept.pop(2)
+    data = bytearray(step.store.files.read(damaged.path))
     data[len(data) // 2] ^= 1
-    step.store.files.replace(second.path, bytes(data))
-    assert evaluation._kept(step, attempt, groups, SAMPLES) == {0: first}
+    step.store.files.replace(damaged.path, bytes(data))
+    assert evaluation._kept(step, attempt, groups, 2) == kept
 
 
 def test_a_failure_is_told_in_training_and_ends_any_other_command(evaluated: TinyRun) -> None:

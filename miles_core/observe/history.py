@@ -25,6 +25,8 @@ class History:
             known = {i: m for (s, i), m in self._read.items() if s == stage}
             named = {int(slot.partition("/")[0]): name for slot, name in line.items() if slot.endswith(f"/{stage}")}
             missing = [i for i, name in named.items() if i not in known or entry(known[i], self.store.run) != name]
+            for iteration in [*missing, *(known.keys() - named.keys())]:
+                self._read.pop((stage, iteration), None)
             if missing:
                 self._read |= {(stage, i): m for i, m in on_line(self.store, stage, missing).items()}
 
@@ -38,7 +40,7 @@ class History:
         points = (point_of(self._read["rewards", i], self._read.get(("advantages", i))) for i in rewards)
         return [point for point in points if point.finite]
 
-    def table(self, newest: int = 300) -> list[dict[str, Any]]:
+    def table(self, newest: int) -> list[dict[str, Any]]:
         """A row an iteration, the newest first: figures as text, seconds of each stage. At most `newest` rows."""
         iterations = sorted({i for _, i in self._read if i >= 0}, reverse=True)[:newest]
         return [self._row(i) for i in iterations]

@@ -273,5 +273,5 @@ def test_inspect_lays_out_what_the_run_holds(place: Place, api: Api, undisturbed
     assert json.loads(answer["data"]) == [{"n": "64"}]
     assert json.loads(api.artifacts("undisturbed-iterations")[0]["data"])[0]["iteration"] == 1
     assert "data:image/" in api.artifacts("undisturbed-samples")[0]["data"]
-    assert api.artifacts("undisturbed-reward-curve")[0]["data"].startswith("data:image/svg+xml")
+    assert "data:image/svg+xml" in api.artifacts("undisturbed-reward-curve")[0]["data"]
     assert (place.home / "galleries/undisturbed.html").stat().st_size > 100_000

@@ -63,7 +63,7 @@ def make(step: Step, attempt: Attempt, upstream: Upstreams) -> Product:
     groups = eval_samples(each.prompts, SAMPLES)
     args = evaluation.eval_args(config, len(groups))
     size = args.rollout_microgroup_size
-    for group in (group[start : start + size] for group in groups for start in range(0, len(group), size)):
+    for group in [samples[start : start + size] for samples in groups for start in range(0, len(samples), size)]:
         request = GenerateRequest(**sampling_params(args, group, 0))
         made = evaluated_table(
             engine.generate(request),

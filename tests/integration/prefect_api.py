@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import httpx
@@ -50,6 +51,13 @@ class Api:
     def retry(self, flow_run: str) -> None:
         """Press Retry."""
         self.set_state(flow_run, "SCHEDULED", "AwaitingRetry")
+
+    def suspend(self, flow_run: str) -> None:
+        """What the client's suspend_flow_run asks for: to be scheduled anew on resume."""
+        later = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
+        details = {"pause_reschedule": True, "pause_timeout": later}
+        state = {"type": "PAUSED", "name": "Suspended", "state_details": details}
+        self.post(f"/flow_runs/{flow_run}/set_state", {"state": state, "force": False})
 
     def cancel(self, flow_run: str) -> None:
         self.set_state(flow_run, "CANCELLING", "Cancelling")

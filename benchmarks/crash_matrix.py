@@ -31,7 +31,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from miles_core.runtime.faults import POINTS as EVERY_POINT
+from miles_core.runtime.faults import POINTS
 from miles_core.runtime.heads import end_left_heads, notes
 from miles_core.store.files import Files
 from miles_core.store.run_store import RunStore
@@ -50,9 +50,8 @@ OPTIONS = {
     "rollout_num_engines": 2,
     "actor_num_gpus_per_node": 2,
     "actor_idle_minutes": 3,
+    "eval_interval": 1,
 }
-# Its runs evaluate nothing.
-POINTS = [point for point in EVERY_POINT if not point.startswith("evaluation:")]
 VICTIMS = {
     "flow": "the command itself",
     "keeper": "the process that keeps the Ray head",
@@ -86,16 +85,19 @@ class Case:
         self.home, self.cli = home / name, cli
         self.root = self.home / "artifacts"
         self.log = self.home / "log.txt"
+        self.held_out = self.home / "held-out.txt"
 
     def make(self, models: Path | None = None) -> None:
         """Its folders, with the models given."""
         self.root.mkdir(parents=True, exist_ok=True)
+        self.held_out.write_text("a tall tree\na low wall\n")
         if models:
             shutil.copytree(models, self.home / "models")
 
     def start(self, iterations: int, **variables: str) -> subprocess.Popen:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MILES_", "RAY_"))}
         options = OPTIONS | {"run_id": "run", "artifact_root": str(self.root), "num_rollout": iterations}
+        options["eval_prompt_data"] = f"held-out {self.held_out}"
         if self.cli:
             flags = [word for name, value in options.items() for word in ("--" + name.replace("_", "-"), str(value))]
             command = [str(Path(sys.executable).parent / "miles"), "train", "tiny", *flags]
@@ -135,8 +137,8 @@ class Case:
     def digests(self, iterations: int) -> dict[str, str]:
         store = RunStore(Files(str(self.root)), "run")
         found = {}
-        for iteration in range(iterations):
-            for stage in ITERATION_STAGES:
+        for iteration in range(-1, iterations):
+            for stage in (*ITERATION_STAGES, "evaluation") if iteration >= 0 else ("policy", "evaluation"):
                 manifest = store.on_line(stage, iteration)
                 found[f"{iteration}/{stage}"] = manifest.content_digest if manifest else "missing"
         return found
@@ -196,8 +198,8 @@ def lane(case: Case, models: Path, base: dict[str, str], victim: str, points: li
         outcomes[-1].seconds = time.monotonic() - started
         print(f"{point:<22} {victim:<8} {word(outcomes[-1])} ({outcomes[-1].seconds:.0f} s)", flush=True)
     for _ in range(5):
-        code = wait(process)
-        if code == 0:
+        # A failed evaluation ends no training: the next command makes it up.
+        if wait(process) == 0 and "missing" not in case.digests(iterations).values():
             break
         outcomes[-1].commands += 1
         process = case.start(iterations, **armed)
@@ -237,7 +239,7 @@ def shake(case: Case, base: dict[str, str], seed: int, until: float) -> Outcome:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     dice.choice(there[kind]).kill()
                     kills[kind] += 1
-        code = wait(process)
+        code = wait(process) or int("missing" in case.digests(RANDOM).values())
     wrong = [where for where, digest in case.digests(RANDOM).items() if base[where] != digest]
     note = f"first difference: {wrong[0]}\n{case.log.read_text()[-3000:]}" if wrong else ""
     print(f"seed {seed}: {commands} commands, {dict(kills)}, {wrong or 'the same bits'}", flush=True)
@@ -249,6 +251,7 @@ def drive(options: dict) -> int:
     """The command without Prefect."""
     from flows.session import train_session
     from miles_core.errors import InputError, StageError
+    from miles_core.pipeline.evaluation import missing
     from miles_core.pipeline.iteration import ensure_policy, finished, run_iteration
 
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
@@ -256,7 +259,7 @@ def drive(options: dict) -> int:
         with train_session("tiny", options) as session:
             for number in range(session.config.run.num_rollout):
                 step = session.step(number)
-                if finished(step):
+                if finished(step) and not missing(step):
                     continue
                 session.workers.start_all()
                 if number == 0:

@@ -20,10 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "tests"))
-sys.path.insert(0, str(ROOT / "tests/unit/observe"))
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests/unit/observe"))
 
 from browser import Page, chromium
 from synthetic_run import synthetic_run
@@ -35,6 +34,7 @@ from miles_core.store.files import Files
 from miles_core.store.run_store import RunStore
 from miles_core.store.stages import ITERATION_STAGES
 
+ROOT = Path(__file__).parent.parent
 RUN, GROUPS, SAMPLES, PIXELS = "long", 4, 8, 64
 
 

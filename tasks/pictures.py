@@ -58,7 +58,7 @@ def publish_run(history: History) -> None:
         last = points[-1]
         # Not an image artifact: the UI prints the whole data: URL beneath one.
         create_markdown_artifact(
-            f"![reward of {run}]({svg_url(reward_svg(points))})\n",
+            f"![reward of {run}]({svg_url(reward_svg(points, further=history.evaluations()))})\n",
             key=key_of(run, "reward-curve"),
             description=f"reward of {run} up to iteration {last.iteration}: mean {last.mean:.4g}",
         )

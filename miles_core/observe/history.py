@@ -10,6 +10,8 @@ from miles_core.store.manifest import Manifest
 from miles_core.store.run_store import RunStore
 from miles_core.store.stages import ITERATION_STAGES, StageName
 
+_STAGES: tuple[StageName, ...] = (*ITERATION_STAGES, "evaluation")
+
 
 class History:
     """What the iterations of a run came to. `refresh` reads what the line names and was not read before."""
@@ -21,7 +23,7 @@ class History:
     def refresh(self) -> None:
         """Take up what the run's line names now."""
         line = (self.store.record() or {}).get("line", {})
-        for stage in ITERATION_STAGES:
+        for stage in _STAGES:
             known = {i: m for (s, i), m in self._read.items() if s == stage}
             named = {int(slot.partition("/")[0]): name for slot, name in line.items() if slot.endswith(f"/{stage}")}
             missing = [i for i, name in named.items() if i not in known or entry(known[i], self.store.run) != name]
@@ -39,6 +41,14 @@ class History:
         rewards = sorted(i for stage, i in self._read if stage == "rewards")
         points = (point_of(self._read["rewards", i], self._read.get(("advantages", i))) for i in rewards)
         return [point for point in points if point.finite]
+
+    def evaluations(self) -> dict[str, dict[int, float]]:
+        """The mean reward of each evaluation set by iteration, under `evaluation: SET`; -1 is before training."""
+        found: dict[str, dict[int, float]] = {}
+        for (stage, iteration), manifest in sorted(self._read.items()):
+            for name, figures in manifest.summary["sets"].items() if stage == "evaluation" else ():
+                found.setdefault(f"evaluation: {name}", {})[iteration] = figures["reward_mean"]
+        return found
 
     def table(self, newest: int) -> list[dict[str, Any]]:
         """A row an iteration, the newest first: figures as text, seconds of each stage. At most `newest` rows."""
@@ -59,6 +69,7 @@ class History:
             row["groups without spread"] = f"{advantages.summary['zero_std_groups']} of {advantages.summary['groups']}"
         if update:
             row |= {name: _text(update.summary[key]) for name, key in _UPDATE.items() if key in update.summary}
+        row |= {name: _text(means[iteration]) for name, means in self.evaluations().items() if iteration in means}
         for stage, manifest in there.items():
             row[f"{stage}, s"] = _text(_seconds(manifest)) if manifest else ""
         return row

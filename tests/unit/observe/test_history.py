@@ -1,6 +1,7 @@
 """A run iteration by iteration: what the line names, each manifest read once."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from roots import Root
@@ -40,3 +41,16 @@ def test_a_manifest_is_read_once_and_a_moved_line_again(store: RunStore, monkeyp
     history.refresh()
     assert history.on_line("rewards", 1) is None
     assert [point.iteration for point in history.points()] == [0, 2]
+
+
+def test_evaluations_are_curves_and_columns(store: RunStore) -> None:
+    history = History(store)
+    history.refresh()
+    assert history.evaluations() == {}
+    made = store.on_line("rewards", 0)
+    assert made is not None
+    for iteration, mean in ((-1, 0.25), (1, 0.5)):
+        summary = {"sets": {"held-out": {"reward_mean": mean}}}
+        history._read["evaluation", iteration] = replace(made, stage="evaluation", iteration=iteration, summary=summary)
+    assert history.evaluations() == {"evaluation: held-out": {-1: 0.25, 1: 0.5}}
+    assert [row.get("evaluation: held-out") for row in history.table(3)] == [None, "0.5", None]

@@ -15,7 +15,7 @@ from miles_core.store.digest import sha256_hex
 
 SERVER = Background("server")
 
-_START_SECONDS = 90
+_START_SECONDS = 180
 _DATABASES = ("postgresql+asyncpg://", "sqlite+aiosqlite://")
 
 QUIET = {

@@ -19,7 +19,7 @@ POOL = "miles"
 WORKER = Background("worker")
 PREFECT_YAML = Path(recipes.__file__).parents[1] / "prefect.yaml"
 AUTOMATIONS_YAML = PREFECT_YAML.with_name("automations.yaml")
-_START_SECONDS = 120
+_START_SECONDS = 180
 # A process worker gives a flow so long to end after SIGTERM.
 _PATIENCE_SECONDS = 45
 

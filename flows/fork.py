@@ -8,9 +8,8 @@ from prefect.artifacts import create_markdown_artifact
 
 from miles_core.config.forms import NONE, Options, changes_of
 from miles_core.config.overrides import as_flags
-from miles_core.pipeline.fork import begin_fork, plan_fork
+from miles_core.pipeline.fork import begin_fork, plan_fork, told_of
 from miles_core.pipeline.run import open_run
-from miles_core.pipeline.run import told as differences_told
 from miles_core.store.files import prove_conditional_put
 from tasks.failure import told
 from tasks.publish import key_of
@@ -50,12 +49,12 @@ def fork(
             parent, config, str(iteration), run_id, stage=stage, attempt=from_attempt, overrides=changes
         )
         begin_fork(planned)
-        differences = differences_told(planned.differences, planned.config.flat())
-        lines = "\n".join(f"- {line}" for line in differences) or "- nothing but the name"
+        lines = "\n".join(f"- {line}" for line in told_of(planned))
+        total = planned.config.run.num_rollout
         create_markdown_artifact(
-            f"## {run_id} is a fork of {parent.run} at iteration {iteration}\n\nIt differs in\n\n{lines}\n\n"
-            f"Carry it on: deployment **train**, recipe `same`, options.run.run_id `{run_id}`; or "
-            f"`miles train same --run-id {run_id}`.\n",
+            f"## {run_id} is a fork of {parent.run} at iteration {iteration}\n\n{lines}\n\n"
+            f"Carry it on up to iteration {total - 1}, or further with a larger num_rollout: deployment **train**, recipe "
+            f"`same`, options.run.run_id `{run_id}`; or `miles train same --run-id {run_id} --num-rollout {total}`.\n",
             key=key_of(run_id, "fork"),
             description=f"{run_id} is a fork of {parent.run} at iteration {iteration}",
         )

@@ -42,7 +42,7 @@ def iteration(run: str, iteration: int, artifact_root: str | None = None) -> Non
     """
     with run_session(run, artifact_root, moves_line=True) as session:
         step = session.step(iteration, flow_run_id=flow_run.id)
-        step.progress = Progress(run, step.progress)
+        step.progress = progress = Progress(run, step.progress)
         if not finished(step):
             session.workers.start_all()
         if iteration == 0:
@@ -64,6 +64,7 @@ def iteration(run: str, iteration: int, artifact_root: str | None = None) -> Non
         update = commit(update_policy, step, made, advantages, policy)
         commit(sync_weights, step, update)
         evaluate_when_due(step, update)
+        progress.finish()
         log_iteration(step, made, scored, update)
         session.rewards[iteration] = scored.summary["reward_mean"]
         publish_run(session.history)

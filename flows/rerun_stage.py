@@ -10,6 +10,7 @@ from flows.session import Session, run_session
 from miles_core.config.forms import NONE, Options, changes_of
 from miles_core.config.overrides import as_flags
 from miles_core.errors import InputError, StageError, StoreError
+from miles_core.observe.terminal import figures_of, several
 from miles_core.pipeline.feed import RolloutFeed, replay
 from miles_core.pipeline.lineage import consumed_by
 from miles_core.pipeline.rerun import (
@@ -25,7 +26,7 @@ from miles_core.pipeline.rerun import (
 )
 from miles_core.pipeline.run import LATEST, any_run
 from miles_core.pipeline.stage import Step, Upstreams
-from miles_core.store.compare import compare
+from miles_core.store.compare import IDENTICAL, compare
 from miles_core.store.files import DamagedError
 from miles_core.store.manifest import Manifest
 from miles_core.store.stages import StageName
@@ -82,6 +83,10 @@ def _run_plan(plan: RerunPlan, iterations: str, changes: dict[str, Any], force: 
     if not plan.selection.iterations:
         print(f"run {plan.store.run}: no iteration is {iterations}, there is nothing to do", flush=True)
         return []
+    print(
+        f"run {plan.store.run}: {', '.join(plan.stages)} of {several(len(plan.selection.iterations), 'iteration')}",
+        flush=True,
+    )
     with run_session(plan.store.run, plan.store.files.root, changes, moves_line=False) as session:
         return _backfill(session, plan, force)
 
@@ -130,6 +135,8 @@ def _iteration(step: Step, stages: tuple[StageName, ...], chosen: Chosen) -> tup
         compared = compare(store.files, before, made[stage]) if before else None
         if before and compared:
             say(f"compared with {before.attempt}: {compared}")
+            if compared != IDENTICAL:
+                say(f"{figures_of(stage, before.summary)} → {figures_of(stage, made[stage].summary)}")
         rows.append(
             {
                 "iteration": step.iteration,

@@ -17,6 +17,7 @@ from miles_core.observe.terminal import iteration_line
 from miles_core.pipeline.budget import disk_line
 from miles_core.pipeline.evaluation import missing
 from miles_core.pipeline.iteration import finished
+from miles_core.pipeline.stage import library_versions, versions_told
 from tasks.failure import told
 
 
@@ -44,6 +45,8 @@ def train(recipe: Recipe = "tiny", options: Options = NONE) -> dict[str, Any]:
         run, root = session.store.run, session.store.files.root
         total = session.config.run.num_rollout
         print(f"run {run} · {total} iterations · artifacts {session.store.files.url(run)}", flush=True)
+        if changed := versions_told((session.store.record() or {}).get("versions", {}), library_versions()):
+            print(f"other versions than when the run was begun: {', '.join(changed)}", flush=True)
         reused, took = 0, list[float]()
         for number in range(total):
             step = session.step(number)

@@ -12,4 +12,4 @@ from tasks.publish import publish
 @task(name="advantages", task_run_name="advantages", cache_policy=NO_CACHE)
 def normalize_advantages(step: Step, rewards: Manifest) -> Manifest:
     """Normalize rewards within groups or over the batch, and apply the sample filters."""
-    return publish(run_stage(step, "advantages", {"rewards": rewards}, advantages.normalize), step.store.files)
+    return publish(run_stage(step, "advantages", {"rewards": rewards}, advantages.normalize), step)

@@ -20,7 +20,7 @@ def evaluate_policy(step: Step, policy: Manifest) -> Manifest:
     except Exception as fault:
         sentence = evaluation.told(step, fault)
         return cast(Manifest, publish_failure(step.store.run, "evaluation", sentence))
-    made = publish(outcome, step.store.files)
+    made = publish(outcome, step)
     if not outcome.reused:
         log_evaluation(step, outcome.manifest)
     return made

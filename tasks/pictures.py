@@ -123,6 +123,13 @@ class Progress:
             with contextlib.suppress(Exception):
                 self._context.copy().run(self._show, stage, bar, 100.0 * done / total, f"{done} of {total}")
 
+    def finish(self) -> None:
+        """The stages are over: bars stand at the end."""
+        for stage, bar in self._bars.items():
+            if bar["id"] is not None:
+                with contextlib.suppress(Exception):
+                    self._show(stage, bar, 100.0, "done")
+
     def _show(self, stage: str, bar: dict[str, Any], percent: float, text: str) -> None:
         if bar["id"] is None:
             bar["id"] = create_progress_artifact(

@@ -14,4 +14,4 @@ from tasks.publish import publish
 def sample_prompts(step: Step, upstream: Upstreams | None = None) -> Manifest:
     """Draw prompts from where the previous iteration left the data source: that on the line, or another attempt."""
     before = previous_prompts(step) if upstream is None else upstream
-    return publish(run_stage(step, "prompts", before, prompts.draw), step.store.files)
+    return publish(run_stage(step, "prompts", before, prompts.draw), step)

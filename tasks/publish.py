@@ -9,24 +9,30 @@ from prefect.logging import get_run_logger
 from prefect.states import Completed, Failed, State
 
 from miles_core.observe.terminal import figures_of, stage_line
-from miles_core.pipeline.stage import Outcome
+from miles_core.pipeline.stage import Outcome, Step
+from miles_core.store.digest import sha256_hex
 from miles_core.store.files import Files
 from miles_core.store.manifest import Manifest
 
 TOLD = "Failed, training goes on"
 
 
-def publish(outcome: Outcome, files: Files) -> Manifest:
-    """Tell what became of a stage. A reused one ends in the state Cached: Prefect takes a state that a task returns
-    as the task's own, and its data as the result."""
+def publish(outcome: Outcome, step: Step) -> Manifest:
+    """Tell what became of a stage, of a rerun under a key of its own.
+
+    A reused one ends in the state Cached: Prefect takes a state that a task returns as the task's own, and its data as
+    the result.
+    """
     line, m = stage_line(outcome), outcome.manifest
     print(line, flush=True)
     if FlowRunContext.get() is not None:
         get_run_logger().info(line.strip())
+        place = f"iteration {m.iteration}" if m.iteration >= 0 else "before training"
+        place += "" if step.moves_line else ", beside the run's line"
         create_markdown_artifact(
-            _markdown(outcome, files),
-            key=key_of(m.run, m.stage),
-            description=" ".join(line.split()),
+            _markdown(outcome, step.store.files, place),
+            key=key_of(step.store.run, m.stage if step.moves_line else f"{m.stage}-beside"),
+            description=f"{place}: {' '.join(line.split())}",
         )
     if outcome.reused:
         return cast(Manifest, Completed(name="Cached", data=outcome.manifest))
@@ -57,7 +63,7 @@ class Backfill:
     """The progress of a rerun over several iterations: a bar for all, a table for each, a line in the log."""
 
     def __init__(self, run: str, stage: str, total: int) -> None:
-        self.key = key_of(run, f"rerun-{stage}")
+        self.run, self.key = run, key_of(run, f"{stage}-rerun")
         self.done, self.total = 0, total
         self.bar: Any = create_progress_artifact(
             0.0, key=f"{self.key}-progress", description=f"0 of {total} iterations"
@@ -70,20 +76,25 @@ class Backfill:
         update_progress_artifact(self.bar, share, description=f"{self.done} of {self.total} iterations")
         text = "\n".join(f"- {line}" for line in lines)
         create_markdown_artifact(
-            f"## iteration {iteration}\n\n{text}\n", key=self.key, description=f"iteration {iteration}"
+            f"## {self.run}, iteration {iteration}\n\n{text}\n",
+            key=self.key,
+            description=f"iteration {iteration} of {self.run}: {'; '.join(lines)}",
         )
         get_run_logger().info("iteration %d: %s", iteration, "; ".join(lines))
 
 
 def key_of(run: str, what: str) -> str:
-    """The key under which the UI collects a run's artifacts of a kind."""
-    return re.sub(r"[^a-z0-9-]+", "-", f"{run}-{what}".lower())
+    """The key under which the UI collects a run's artifacts of a kind: small letters, digits and dashes. A run whose name
+    has others gets four digits of its digest, so that no two runs share a key; no kind ends in a dash and another kind."""
+    name = re.sub(r"[^a-z0-9-]+", "-", run.lower())
+    return f"{name}-{what}" if name == run else f"{name}-{sha256_hex(run.encode())[:4]}-{what}"
 
 
-def _markdown(outcome: Outcome, files: Files) -> str:
+def _markdown(outcome: Outcome, files: Files, place: str) -> str:
     m = outcome.manifest
     rows = {
-        "run": f"{m.run}, iteration {m.iteration}" if m.iteration >= 0 else f"{m.run}, before training",
+        "run": f"{m.run}, {place}",
+        "attempt": m.attempt,
         "what": "reused" if outcome.reused else "computed",
         "why": outcome.reason,
         "figures": figures_of(m.stage, m.summary),

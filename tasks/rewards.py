@@ -13,4 +13,4 @@ from tasks.publish import publish
 @task(name="rewards", task_run_name="rewards", cache_policy=NO_CACHE)
 def score_rewards(step: Step, feed: RolloutFeed) -> Manifest:
     """Score each part that comes through `feed`, while the rollout goes on."""
-    return publish(rewards.score_behind(step, feed), step.store.files)
+    return publish(rewards.score_behind(step, feed), step)

@@ -13,4 +13,4 @@ from tasks.publish import publish
 @task(name="rollout", task_run_name="rollout", cache_policy=NO_CACHE)
 def generate_rollout(step: Step, prompts: Manifest, policy: Manifest, feed: RolloutFeed) -> Manifest:
     """Generate the prompts' samples; each part goes to `feed` as it lands."""
-    return publish(rollout.generate(step, {"prompts": prompts, "policy": policy}, feed), step.store.files)
+    return publish(rollout.generate(step, {"prompts": prompts, "policy": policy}, feed), step)

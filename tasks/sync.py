@@ -12,4 +12,4 @@ from tasks.publish import publish
 @task(name="sync", task_run_name="sync", cache_policy=NO_CACHE)
 def sync_weights(step: Step, update: Manifest) -> Manifest:
     """Push the adapter to every engine and verify digest, bound modules and the probe."""
-    return publish(run_stage(step, "sync", {"update": update}, sync.push), step.store.files)
+    return publish(run_stage(step, "sync", {"update": update}, sync.push), step)

@@ -7,10 +7,9 @@ import typer
 from deployments.recipes import recipe as build_recipe
 from miles_core.config.folders import artifact_root as root_of
 from miles_core.config.overrides import from_flags, to_flags
-from miles_core.pipeline.fork import Fork, begin_fork, plan_fork
-from miles_core.pipeline.run import open_run, told
+from miles_core.pipeline.fork import Fork, begin_fork, plan_fork, told_of
+from miles_core.pipeline.run import open_run
 from miles_core.store.files import prove_conditional_put
-from miles_core.store.stages import ITERATION_STAGES
 
 
 def fork(
@@ -30,13 +29,9 @@ def fork(
     planned = plan_fork(parent, config, iteration, run_id, stage=stage, attempt=from_attempt, overrides=overrides)
     command = _command(planned, str((parent.record() or {})["recipe"]))
     begin_fork(planned)
-    own = [name for name in ITERATION_STAGES if f"{planned.iteration:06d}/{name}" in planned.kept]
-    of = f", and of iteration {planned.iteration} {', '.join(own)}" if own else ""
-    kept = {0: "no iteration", 1: "iteration 0"}.get(planned.iteration, f"iterations 0 to {planned.iteration - 1}")
-    print(f"run {run_id} is a fork of {parent.run}: it keeps {kept}{of}")
-    for difference in told(planned.differences, planned.config.flat()):
-        print(f"  {difference}")
-    print(f"train it with\n  {command}")
+    print("\n  ".join(told_of(planned)))
+    total = planned.config.run.num_rollout
+    print(f"train it up to iteration {total - 1}, or further with a larger --num-rollout, by\n  {command}")
 
 
 def _command(planned: Fork, recipe: str) -> str:

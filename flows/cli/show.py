@@ -1,9 +1,12 @@
 """miles show RUN [ITER [STAGE]]: what a run holds."""
 
+import datetime
+
 import typer
 
+from miles_core.config import flag
 from miles_core.errors import InputError
-from miles_core.observe.terminal import figures_of
+from miles_core.observe.terminal import figures_of, several
 from miles_core.pipeline.evaluation import BEFORE_TRAINING
 from miles_core.pipeline.run import existing_iteration, open_run
 from miles_core.store.manifest import Manifest
@@ -36,6 +39,7 @@ def show(
     kept = [line] if line and line.held_by != store.run else []
     for manifest in (*kept, *store.committed(name, number)):
         print(f"\n{store.files.url(manifest.folder)}")
+        print(_made(manifest))
         stone = store.pruned(manifest)
         for part in manifest.parts:
             path = part.path.removeprefix(manifest.folder + "/")
@@ -44,6 +48,20 @@ def show(
         for upstream in manifest.upstream.values():
             of = f" of run {upstream.run}" if upstream.run != store.run else ""
             print(f"  from {upstream.stage} of iteration {upstream.iteration}: {upstream.attempt}{of}")
+
+
+def _made(manifest: Manifest) -> str:
+    """When, with what options and by which program an attempt was made."""
+    times = manifest.times
+    when = datetime.datetime.fromtimestamp(times["committed_at"]).isoformat(" ", "seconds")
+    lines = {
+        "made": f"{when}, in {times['committed_at'] - times['started_at']:.1f} s",
+        "flow run": manifest.flow_run_id or "none",
+        "options": ", ".join(f"{flag(n)} {v}" for n, v in manifest.affecting_config.items() if v is not None),
+        "inputs": ", ".join(f"{role} {digest[:12]}" for role, digest in manifest.inputs.items()),
+        "versions": ", ".join(f"{name} {number}" for name, number in manifest.versions.items()),
+    }
+    return "\n".join(f"  {name:<9} {text}" for name, text in lines.items() if text)
 
 
 def _run(store: RunStore) -> None:
@@ -60,11 +78,12 @@ def _run(store: RunStore) -> None:
         rewards, update = line["rewards"], line["update"]
         reward = f"reward mean {rewards.summary['reward_mean']:.4f}" if rewards else ""
         loss = f"loss {update.summary['loss']:.3g}" if update else ""
-        kept = {m.held_by for m in line.values() if m and m.held_by != store.run}
-        of = f"  kept of {', '.join(sorted(kept))}" if kept else ""
+        kept = {name: m.held_by for name, m in line.items() if m and m.held_by != store.run}
+        what = "all" if len(kept) == len(done) else ", ".join(kept)
+        of = f"  {what} kept of {', '.join(sorted(set(kept.values())))}" if kept else ""
         own = {m.folder for name in ITERATION_STAGES for m in store.committed(name, iteration)}
         apart = len(own - {m.folder for m in line.values() if m})
-        beside = f"  {apart} attempts beside the line" if apart else ""
+        beside = f"  {several(apart, 'attempt')} beside the line" if apart else ""
         stones = (store.pruned(manifest) for manifest in (line["rollout"], update) if manifest)
         gone = ", ".join(name for stone in stones if stone for name in stone.what)
         pruned = f"  pruned: {gone}" if gone else ""

@@ -53,7 +53,10 @@ class History:
     def table(self, newest: int) -> list[dict[str, Any]]:
         """A row an iteration, the newest first: figures as text, seconds of each stage. At most `newest` rows."""
         iterations = sorted({i for _, i in self._read if i >= 0}, reverse=True)[:newest]
-        return [self._row(i) for i in iterations]
+        rows = [self._row(i) for i in iterations]
+        # The UI takes a table's columns from its first row.
+        columns = dict.fromkeys(column for row in sorted(rows, key=len, reverse=True) for column in row)
+        return [{column: row.get(column, "") for column in columns} for row in rows]
 
     def _row(self, iteration: int) -> dict[str, Any]:
         there = {stage: self._read.get((stage, iteration)) for stage in ITERATION_STAGES}

@@ -51,6 +51,11 @@ def bytes_text(count: float) -> str:
     return f"{count:.1f} TB"
 
 
+def several(count: int, noun: str) -> str:
+    """1 engine, 2 engines."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def seconds_text(seconds: float) -> str:
     """A duration as people write it: 8.1 s, 12 min, 3 h 05 min."""
     if seconds < 99.95:
@@ -68,12 +73,12 @@ def iteration_line(number: int, total: int, took: Sequence[float], rewards: Mapp
     text = f"iteration {number} done in {seconds_text(took[-1])}"
     if number in rewards:
         before = [rewards[i] for i in sorted(rewards) if i < number]
-        moved = f" ({rewards[number] - before[-1]:+.4f})" if before else ""
-        text += f" · reward {rewards[number]:.4f}{moved}"
+        moved = f" ({rewards[number] - before[-1]:+.3g})" if before else ""
+        text += f" · reward {rewards[number]:.4g}{moved}"
     left = total - number - 1
     if left:
         usual = statistics.median(list(took[1:])[-10:] or took)
-        text += f" · {left} to go, about {seconds_text(left * usual)}"
+        text += f" · {left} to go, {'about' if took[1:] else 'at most about'} {seconds_text(left * usual)}"
     return text
 
 
@@ -82,10 +87,12 @@ def stage_line(outcome: Outcome) -> str:
     m = outcome.manifest
     word = "reused" if outcome.reused else "computed"
     figures = figures_of(m.stage, m.summary)
-    text = f"  {m.stage:<11}{word:<9}{outcome.seconds:7.1f} s {m.rows:6d} rows"
+    text = f"  {m.stage:<11}{word:<9}{outcome.seconds:7.1f} s {m.rows:6d} row{'' if m.rows == 1 else 's'}"
     if figures:
         text += f"  {figures}"
-    return text + ("" if outcome.reused else f"  · run: {outcome.reason}")
+    if outcome.reused:
+        return text + (f"  · {outcome.reason}" if "other versions" in outcome.reason else "")
+    return text + f"  · run: {outcome.reason}"
 
 
 def figures_of(stage: str, summary: dict[str, Any]) -> str:
@@ -97,17 +104,17 @@ def figures_of(stage: str, summary: dict[str, Any]) -> str:
         kept = f", {s['kept_microgroups']} microgroups kept" if s["kept_microgroups"] else ""
         return f"policy {s['policy_version']} ({s['policy_digest'][:8]}){kept}"
     if stage == "rewards":
-        return f"reward mean {s['reward_mean']:.4f}, min {s['reward_min']:.4f}, max {s['reward_max']:.4f}"
+        return f"reward mean {s['reward_mean']:.4g}, min {s['reward_min']:.4g}, max {s['reward_max']:.4g}"
     if stage == "advantages":
         return f"{s['zero_std_groups']} of {s['groups']} groups without spread"
     if stage == "update":
         return f"loss {s['loss']:.3g}, kl {s['kl_loss']:.3g}, grad norm {s['grad_norm']:.3g}, {s['steps']} steps"
     if stage == "sync":
         proof = f"off {s['probe_diff']:.1e}, moved {s['probe_moved']:.1e}"
-        return f"{s['engines']} engines, {s['modules_bound']} modules, {proof}"
+        return f"{several(s['engines'], 'engine')}, {several(s['modules_bound'], 'module')}, {proof}"
     if stage == "evaluation":
         sets = (f"{name} reward mean {f['reward_mean']:.4f}" for name, f in s["sets"].items())
         return f"{', '.join(sets)}, policy {s['policy_version']} ({s['policy_digest'][:8]})"
     if stage == "policy":
-        return f"{s['modules']} modules, {s['parameters']} parameters ({s['policy_digest'][:8]})"
+        return f"{several(s['modules'], 'module')}, {s['parameters']} parameters ({s['policy_digest'][:8]})"
     return ""

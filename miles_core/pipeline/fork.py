@@ -7,9 +7,10 @@ from typing import Any
 
 from miles_core.config import FIELDS, RunConfig, affects, flag
 from miles_core.errors import InputError
+from miles_core.observe.terminal import figures_of
 from miles_core.pipeline.inputs import Inputs
 from miles_core.pipeline.lineage import attempt_of, made_from
-from miles_core.pipeline.run import ROLES, absolute, differences, inputs_of_run, meaning_of
+from miles_core.pipeline.run import ROLES, absolute, differences, inputs_of_run, meaning_of, told
 from miles_core.pipeline.stage import library_versions
 from miles_core.store.forks import drop_note, note_fork
 from miles_core.store.line import entry, slot, standing
@@ -77,6 +78,20 @@ def plan_fork(
     _check_whole(parent, made, kept, number)
     slots = {slot(m.stage, m.iteration): m for m in (*kept, *made.values())}
     return Fork(parent, store, forked, inputs, number, first, chosen, slots, changed)
+
+
+def told_of(fork: Fork) -> list[str]:
+    """What a fork keeps, goes on from, and differs in, in words."""
+    own = [name for name in ITERATION_STAGES if slot(name, fork.iteration) in fork.kept]
+    of = f", and of iteration {fork.iteration} {', '.join(own)}" if own else ""
+    kept = {0: "no iteration", 1: "iteration 0"}.get(fork.iteration, f"iterations 0 to {fork.iteration - 1}")
+    lines = [f"run {fork.store.run} is a fork of {fork.parent.run}: it keeps {kept}{of}"]
+    if fork.attempt:
+        chosen = fork.attempt
+        lines.append(f"{chosen.stage} {chosen.attempt}: {figures_of(chosen.stage, chosen.summary)}")
+        others = [m for m in fork.parent.committed(chosen.stage, fork.iteration) if m.attempt != chosen.attempt]
+        lines += [f"not {m.attempt}: {figures_of(m.stage, m.summary)}" for m in others]
+    return lines + told(fork.differences, fork.config.flat())
 
 
 def begin_fork(fork: Fork) -> None:

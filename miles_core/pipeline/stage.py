@@ -1,13 +1,17 @@
 """How any stage runs: fingerprint, look for a committed attempt, else compute and commit, and say why."""
 
 import contextlib
+import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
+import miles_core
 from miles_core.config import RunConfig
 from miles_core.errors import StageError
 from miles_core.pipeline.inputs import Inputs
@@ -162,7 +166,7 @@ def run_stage(step: Step, stage: StageName, upstream: Upstreams, compute: Comput
     if found:
         if step.moves_line:
             step.store.move_line(found)
-        return Outcome(found, True, "same fingerprint, same inputs", time.time() - started)
+        return Outcome(found, True, "same fingerprint, same inputs" + _other_versions(found), time.time() - started)
     reason = why(step, stage, upstream)
     wanted = stage_fingerprint(step, stage, {n: m.fingerprint for n, m in upstream.items()})
     attempt = step.store.open_attempt(stage, step.iteration, wanted, upstream, resumable=stage in RESUMABLE)
@@ -235,15 +239,41 @@ def why(step: Step, stage: StageName, upstream: Upstreams) -> str:
     return ", ".join(reasons) or "an upstream stage was asked for differently"
 
 
+def _other_versions(manifest: Manifest) -> str:
+    changed = versions_told(manifest.versions, library_versions())
+    return f", other versions: {', '.join(changed)}" if changed else ""
+
+
+def versions_told(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """What differs between two records of versions, in words."""
+    names = sorted(then.keys() & now.keys())
+    return [f"{name} {then[name]} → {now[name]}" for name in names if then[name] != now[name]]
+
+
 def library_versions() -> dict[str, str]:
-    """Versions of the libraries a result may depend on; recorded, not part of the fingerprint."""
-    found = {}
+    """Versions of the libraries a result may depend on, and of this program with a digest of its source; recorded, not
+    part of the fingerprint."""
+    found = {"miles": program_version()}
     for name in _LIBRARIES:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
             continue
     return found
+
+
+@lru_cache(maxsize=1)
+def program_version() -> str:
+    """The installed version and a digest of the source of miles_core, so that a changed scorer or trainer is seen."""
+    root = Path(miles_core.__path__[0])
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    try:
+        number = version("miles-flows")
+    except PackageNotFoundError:
+        number = "unpacked"
+    return f"{number}+{digest.hexdigest()[:8]}"
 
 
 def _show(value: Any) -> str:

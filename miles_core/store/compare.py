@@ -1,6 +1,7 @@
 """What differs between two attempts of one stage: the first part, column and row, or tensor, with both values."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,10 +33,32 @@ def compare(files: Files, then: Manifest, now: Manifest) -> str:
             return f"{place} is in {'the new' if one is None else 'the earlier'} attempt alone"
         if one.content != other.content:
             try:
-                return f"{place}: {_difference(read_bytes(files, one), read_bytes(files, other), one.path)}"
+                first = f"{place}: {_difference(read_bytes(files, one), read_bytes(files, other), one.path)}"
+                return f"{_rows_told(files, theirs, ours, place)}{first}"
             except PrunedError:
                 return f"{place} holds something else than the part that was pruned since"
     return "the parts are the same in another order"
+
+
+def _rows_told(files: Files, then: dict[str, Part], now: dict[str, Part], first: str) -> str:
+    """How many rows differ in the folder of the first difference, where its parts stand side by side."""
+    folder = first.split("/")[0]
+    pairs = [(then[place], part) for place, part in now.items() if place.startswith(f"{folder}/") and place in then]
+    if folder not in ROW_FOLDERS or any(one.rows != other.rows for one, other in pairs):
+        return ""
+    total = sum(part.rows for _, part in pairs)
+    changed = [(one, other) for one, other in pairs if one.content != other.content]
+    differ = sum(a != b for one, other in changed for a, b in zip(*map(_row_digests(files), (one, other)), strict=True))
+    return f"{differ} of {total} rows, first "
+
+
+def _row_digests(files: Files) -> Callable[[Part], list[bytes]]:
+    def read(part: Part) -> list[bytes]:
+        table = pq.read_table(pa.BufferReader(read_bytes(files, part)), columns=[ROW_DIGEST])
+        found: list[bytes] = table[ROW_DIGEST].to_pylist()
+        return found
+
+    return read
 
 
 def _places(manifest: Manifest) -> dict[str, Part]:

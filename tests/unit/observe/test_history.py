@@ -53,4 +53,4 @@ def test_evaluations_are_curves_and_columns(store: RunStore) -> None:
         summary = {"sets": {"held-out": {"reward_mean": mean}}}
         history._read["evaluation", iteration] = replace(made, stage="evaluation", iteration=iteration, summary=summary)
     assert history.evaluations() == {"evaluation: held-out": {-1: 0.25, 1: 0.5}}
-    assert [row.get("evaluation: held-out") for row in history.table(3)] == [None, "0.5", None]
+    assert [row.get("evaluation: held-out") for row in history.table(3)] == ["", "0.5", ""]

@@ -60,12 +60,12 @@ def test_the_same_content_under_other_names_is_identical(store: RunStore) -> Non
 
 def test_the_first_differing_part_column_and_row_are_named_with_both_values(store: RunStore) -> None:
     said = compared(store, rows(store, 1, 2, 3, 4), rows(store, 1, 2, 3, 7, name="b"))
-    assert said == "data/ part 1: column raw_reward, row 1 (sample 43): 4.0 → 7.0"
+    assert said == "1 of 4 rows, first data/ part 1: column raw_reward, row 1 (sample 43): 4.0 → 7.0"
 
 
 def test_a_column_counts_also_where_it_was_null(store: RunStore) -> None:
     said = compared(store, rows(store, 1, 2), rows(store, 1, 2, reason="why"))
-    assert said == "data/ part 0: column reason, row 0 (sample 40): None → 'why'"
+    assert said == "2 of 2 rows, first data/ part 0: column reason, row 0 (sample 40): None → 'why'"
 
 
 def test_another_number_of_rows(store: RunStore) -> None:
@@ -82,7 +82,10 @@ def test_volatile_columns_count_for_nothing(store: RunStore) -> None:
         return write
 
     assert compared(store, steps(0.5, 1.0), steps(0.5, 9.0)) == IDENTICAL
-    assert compared(store, steps(0.5, 1.0), steps(0.25, 9.0)) == "data/ part 0: column loss, row 0: 0.5 → 0.25"
+    assert (
+        compared(store, steps(0.5, 1.0), steps(0.25, 9.0))
+        == "1 of 1 rows, first data/ part 0: column loss, row 0: 0.5 → 0.25"
+    )
 
 
 def test_the_first_differing_tensor_and_element(store: RunStore) -> None:

@@ -52,6 +52,11 @@ def test_a_query_finds_what_a_fork_keeps_under_its_own_name(fork: RunStore, view
     assert told(fork, COUNT.format(view), ("r", "fork")) == both
 
 
+def test_what_a_fork_keeps_is_counted_once_by_its_attempt(fork: RunStore) -> None:
+    once = "SELECT count(*) AS n FROM (SELECT DISTINCT ON (attempt, sample_index) reward FROM rewards)"
+    assert told(fork, once, ("r", "fork")) == [{"n": 16}]
+
+
 def test_samples_of_a_fork_are_joined_across_the_runs(fork: RunStore) -> None:
     rows = told(
         fork,

@@ -88,7 +88,8 @@ def test_samples_join_what_became_of_a_prompt(root: Root) -> None:
     assert rows[5]["advantage"] is not None and rows[5]["policy_version"] == -1
     assert rows[12]["policy_version"] == 0 and rows[12]["reward"] is None and rows[12]["on_line"]
     unscored = ask(root.files, QUESTIONS["unscored"].sql)
-    assert unscored == [{"run": "r", "iteration": 1, "samples": 8}]
+    rollout = made.line["rollout"].attempt
+    assert unscored == [{"run": "r", "iteration": 1, "rollout_attempt": rollout, "on_line": True, "samples": 8}]
 
 
 def test_manifests_tell_what_is_committed_and_pruned(root: Root) -> None:
@@ -172,13 +173,75 @@ def test_every_question_is_answered(name: str, tmp_path: Path) -> None:
     made.make("rollout", 2)
     made.draw_line()
     rows = ask(root.files, QUESTIONS[name].sql)
-    assert bool(rows) != (name in ("repeated-seeds",)), rows
+    assert bool(rows) != (name in ("repeated-seeds", "changed-rewards", "reward-outliers")), rows
     if name == "zero-std-prompts":
         assert [(row["prompt"], row["groups"], row["their_reward"]) for row in rows] == [("a grey cow", 1, 0.5)]
     if name == "worst-groups":
         assert rows[0]["mean"] == min(row["mean"] for row in rows) < rows[-1]["mean"]
     if name == "failed-rewards":
         assert [row["sample_index"] for row in rows] == [7]
+
+
+@pytest.mark.parametrize("name", [n for n in QUESTIONS if n not in ("times-by-stage", "changed-rewards")])
+def test_no_figure_of_a_question_mixes_attempts(name: str, tmp_path: Path) -> None:
+    """What is said of the line stays what it is when attempts that differ in everything stand beside it."""
+    root = FolderRoot(tmp_path)
+    made = build(root, 2)
+    line = ask(root.files, QUESTIONS[name].sql)
+    others = [made.make("prompts", 1, on_line=False, mark=1), made.make("rollout", 1, on_line=False, mark=1)]
+    for factor in (2, 3):
+        others.append(made.make("rewards", 1, on_line=False, reward=lambda i, g, f=factor: f * reward_of(i, g)))
+        made.line["rewards"], standing = others[-1], made.line["rewards"]
+        others.append(made.make("advantages", 1, on_line=False, mark=factor))
+        made.line["rewards"] = standing
+    others.append(made.make("update", 1, on_line=False, mark=1))
+    every = ask(root.files, QUESTIONS[name].sql, attempts=True)
+    beside = {m.attempt for m in others}
+
+    def of_the_line(row: dict[str, Any]) -> bool:
+        return row.get("beside") is None and row.get("on_line", True)
+
+    assert [row for row in every if of_the_line(row)] == line
+    for row in every:
+        named = {row.get(key) for key in ("attempt", "rollout_attempt", "rewards_attempt", "advantages_attempt")}
+        named |= set((row.get("beside") or "").split())
+        assert of_the_line(row) or named & beside, row
+
+
+def test_changed_rewards_are_those_of_one_image(root: Root) -> None:
+    made = build(root)
+    question = QUESTIONS["changed-rewards"].sql
+    standing = made.line["rewards"].attempt
+    made.make("rewards", 1, on_line=False, mark="as it was")
+    assert ask(root.files, question) == []
+    other = made.make("rewards", 1, on_line=False, reward=lambda i, g: 9.0 if i == 10 else reward_of(i, g))
+    (row,) = ask(root.files, question)
+    assert (row["run"], row["iteration"], row["sample_index"], row["prompt"]) == ("r", 1, 10, "a green pig")
+    assert row["rewards"][0] == reward_of(10, 2) and row["attempts"][0] == standing
+    assert dict(zip(row["attempts"], row["rewards"], strict=True))[other.attempt] == 9.0
+    assert sorted(row["rewards"]) == sorted([reward_of(10, 2), reward_of(10, 2), 9.0])
+    assert ask(root.files, question, attempts=True) == [row]
+
+
+def test_reward_outliers_are_far_from_the_runs_rewards_of_their_scorer(root: Root) -> None:
+    made = SyntheticRun(root.files, "r", GROUPS, SAMPLES)
+    made.iterate(0)
+    for stage in ("prompts", "rollout"):
+        made.make(stage, 1)
+    # Over iteration 1 the median is 0.5 and the median absolute deviation 0.02.
+    values = [0.46, 0.48, 0.48, 0.5, 0.5, 0.52, 0.54, 0.5 + 9 * 0.02]
+    made.make("rewards", 1, rm_type="ocr", reward=lambda i, g: values[i - 8])
+    made.draw_line()
+    question = QUESTIONS["reward-outliers"].sql
+    (row,) = ask(root.files, question)
+    assert (row["iteration"], row["sample_index"], row["rm_type"], row["rm_version"]) == (1, 15, "ocr", "ocr-1")
+    assert row["median"] == pytest.approx(0.5) and row["spread"] == pytest.approx(0.02)
+    assert row["spreads_away"] == pytest.approx(9) and row["scorer_seconds"] == pytest.approx(0.01)
+    made.make("rewards", 1, on_line=False, rm_type="jpeg", reward=lambda i, g: 100.0 if i == 9 else 0.0)
+    beside = [r for r in ask(root.files, question, attempts=True) if not r["on_line"]]
+    assert [(r["sample_index"], r["spread"], r["spreads_away"]) for r in beside] == [(9, 12.5, 8.0)]
+    made.make("rewards", 1, on_line=False, rm_type="flat", reward=lambda i, g: 1.0)
+    assert [r for r in ask(root.files, question, attempts=True) if r["rm_type"] == "flat"] == []
 
 
 def test_questions_of_an_empty_run_have_no_rows(tmp_path: Path) -> None:

@@ -16,19 +16,19 @@ _TASKS = Path(__file__).parent
 
 
 @contextlib.contextmanager
-def told(what: str, run: str, command: str) -> Iterator[None]:
-    """Leave an artifact where the block fails, and let the failure pass. `command` carries the work on."""
+def told(what: str, run: str, command: str, key: str = "failure") -> Iterator[None]:
+    """Leave the artifact `RUN-key` where the block fails, and let the failure pass. `command` carries the work on."""
     try:
         yield
     except Exception as fault:
         if FlowRunContext.get() is not None and not getattr(fault, "told", False):
             with contextlib.suppress(Exception):
-                _publish(what, run, command, fault)
+                _publish(what, run, command, fault, key)
                 fault.told = True  # type: ignore[attr-defined]
         raise
 
 
-def _publish(what: str, run: str, command: str, fault: Exception) -> None:
+def _publish(what: str, run: str, command: str, fault: Exception, key: str) -> None:
     stage = _stage_of(fault)
     where = f"in {stage}" if stage else "before a stage began"
     sentence = " ".join(str(fault).split()) or type(fault).__name__
@@ -37,7 +37,7 @@ def _publish(what: str, run: str, command: str, fault: Exception) -> None:
     else:
         way = f"Press **Retry**, or give the same again: `{command}`. What was committed is reused."
     text = f"## {what} failed {where}\n\n> {sentence}\n\n{way}\n\nAll stages: `miles show {run}`\n"
-    create_markdown_artifact(text, key=key_of(run, "failure"), description=f"{what} failed {where}: {sentence}"[:500])
+    create_markdown_artifact(text, key=key_of(run, key), description=f"{what} failed {where}: {sentence}"[:500])
 
 
 def _stage_of(fault: BaseException) -> str | None:

@@ -5,6 +5,7 @@ import contextvars
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,22 @@ def publish_run(history: History) -> None:
     )
 
 
-def publish_answer(store: RunStore, name: str, sql: str | None = None) -> None:
-    """The answer of a ready question, or of a query, over one run; at most its first 200 rows."""
+@dataclass(frozen=True)
+class Answer:
+    """What a question asks, and the first rows of its answer; `more`: there are further ones."""
+
+    name: str
+    asks: str
+    sql: str
+    table: list[dict[str, Any]]
+    more: bool
+
+
+def answer_of(store: RunStore, name: str, sql: str | None = None) -> Answer:
+    """The answer of a ready question, or of a query, over one run; at most its first 200 rows. Publishes nothing.
+
+    Raises InputError for SQL that is wrong or would write, DamagedError or PrunedError for a part that cannot be read.
+    """
     from miles_core.store.sql import Database
 
     text = sql or question(name).sql
@@ -79,14 +94,19 @@ def publish_answer(store: RunStore, name: str, sql: str | None = None) -> None:
     shown: list[dict[str, Any]] = []
     for batch in database.read(rows):
         shown += [{column: cell(value) for column, value in row.items()} for row in batch.to_pylist()]
-        if len(shown) >= _ROWS:
+        if len(shown) > _ROWS:
             break
     asks = "your query" if sql else QUESTIONS[name].asks
-    first = f", the first {_ROWS} rows" if len(shown) > _ROWS else ""
+    return Answer(name, asks, text, shown[:_ROWS], len(shown) > _ROWS)
+
+
+def publish_answer(run: str, answer: Answer) -> None:
+    """An answer as a table."""
+    first = f", the first {_ROWS} rows" if answer.more else ""
     create_table_artifact(
-        table=shown[:_ROWS],
-        key=key_of(store.run, name),
-        description=f"{store.run}: {asks}{first}\n\n```sql\n{text}\n```",
+        table=answer.table,
+        key=key_of(run, answer.name),
+        description=f"{run}: {answer.asks}{first}\n\n```sql\n{answer.sql}\n```",
     )
 
 

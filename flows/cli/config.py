@@ -5,7 +5,7 @@ import os
 import typer
 
 from deployments.recipes import recipe as build_recipe
-from miles_core.config import FIELDS, GROUPS, affects, flag
+from miles_core.config import FIELDS, GROUPS, affects, flag, meaning
 from miles_core.config.overrides import from_environment, from_flags
 
 
@@ -22,4 +22,4 @@ def config(
             if owner == group:
                 value = values[name] if values else info.default
                 stages = ", ".join(affects(name)) or "operational"
-                print(f"  {flag(name)} {'unset' if value is None else value}\n      {info.description} [{stages}]")
+                print(f"  {flag(name)} {'unset' if value is None else value}\n      {meaning(name)} [{stages}]")

@@ -17,7 +17,7 @@ def evaluate(
     artifact_root: str | None = typer.Option(None, help="Folder of all runs."),
 ) -> None:
     """Evaluate a policy of a run, also while it is trained: own processes, and the run's line stays.
-    --eval-prompt-data NAME PATH and other options that affect evaluation may differ from the run's."""
+    Any option that `miles config` lists and that evaluation depends on may be given too: --eval-prompt-data NAME PATH."""
     options = context.args
     # Without ITER the first option stands in its place.
     if iteration.startswith("--"):

@@ -22,7 +22,8 @@ def fork(
     artifact_root: str | None = typer.Option(None, help="Folder of all runs."),
 ) -> None:
     """Begin a run that keeps another's iterations before ITER, and of ITER what comes before the changed stage or what an
-    attempt was made from. Nothing is copied; options may differ. `miles train` then carries it on."""
+    attempt was made from. Nothing is copied. `miles train` then carries it on. Any option that `miles config` lists may
+    be given too, but those of the policy itself (--lora-rank, --seed, another model): --lr 0.001."""
     overrides = from_flags(context.args)
     parent, config = open_run(run, artifact_root)
     prove_conditional_put(parent.files)

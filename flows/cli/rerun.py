@@ -22,8 +22,9 @@ def rerun(
     from_attempt: str | None = typer.Option(None, help="Attempt whose inputs are taken instead of the line's."),
     artifact_root: str | None = typer.Option(None, help="Folder of all runs."),
 ) -> None:
-    """Make a stage again with the inputs it had, in one iteration or many; options that affect it may differ. What is
-    committed is reused, and the run's line stays."""
+    """Make a stage again with the inputs it had, in one iteration or many. What is committed is reused, and the run's
+    line stays. Any option that `miles config` lists and that a stage made depends on may be given too:
+    --rm-type ocr."""
     # Not the environment: what is set there for training would change a stage unseen.
     overrides = from_flags(context.args)
     plan = plan_rerun(

@@ -1,3 +1,3 @@
-from miles_core.config.run_config import FIELDS, GROUPS, RunConfig, affects, build, by_content, flag
+from miles_core.config.run_config import FIELDS, GROUPS, RunConfig, affects, build, by_content, choices, flag, meaning
 
-__all__ = ["FIELDS", "GROUPS", "RunConfig", "affects", "build", "by_content", "flag"]
+__all__ = ["FIELDS", "GROUPS", "RunConfig", "affects", "build", "by_content", "choices", "flag", "meaning"]

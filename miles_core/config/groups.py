@@ -224,7 +224,10 @@ class RewardGroup(Group):
     """How samples are scored."""
 
     rm_type: Literal["ocr", "jpeg_compressibility", "jpeg_incompressibility"] | None = option(
-        None, "scorer; a prompt's metadata.rm_type overrides it", affects=("rewards", "evaluation")
+        None,
+        "scorer; a prompt's metadata.rm_type overrides it. jpeg_incompressibility: size in kB of the image as JPEG at "
+        "quality 95; jpeg_compressibility: -kB/500; ocr: 0 to 1",
+        affects=("rewards", "evaluation"),
     )
     reward_max_retries: int = option(2, "times a failed score is tried again", ge=0, le=100)
     ocr_num_workers: int = option(4, "OCR processes", ge=1, le=1024)

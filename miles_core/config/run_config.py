@@ -1,7 +1,7 @@
 """RunConfig: one checked configuration of a run; its flat view is the `args` of hooks."""
 
-from types import SimpleNamespace
-from typing import Any, cast
+from types import SimpleNamespace, UnionType
+from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic import Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -122,6 +122,20 @@ def by_content(name: str) -> bool:
     """Whether the field is a path that counts by what it names."""
     extra = cast(dict[str, Any], FIELDS[name][1].json_schema_extra)
     return bool(extra["by_content"])
+
+
+def choices(name: str) -> tuple[str, ...]:
+    """The words that the field takes, where it takes no others; else none."""
+    kind = FIELDS[name][1].annotation
+    kinds = get_args(kind) if isinstance(kind, UnionType) or get_origin(kind) is Union else (kind,)
+    return tuple(word for one in kinds if get_origin(one) is Literal for word in get_args(one))
+
+
+def meaning(name: str) -> str:
+    """The field's sentence, with its choices."""
+    words = choices(name)
+    listed = f". {'One of' if len(words) > 1 else 'Only'} {', '.join(words)}" if words else ""
+    return f"{FIELDS[name][1].description or ''}{listed}"
 
 
 def build(nested: dict[str, dict[str, Any]]) -> RunConfig:

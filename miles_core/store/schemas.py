@@ -1,6 +1,6 @@
 """Parquet schemas of the stages, with unit, shape and volatility of each column.
 
-docs/artifacts.md is generated from here. A volatile column (times, hosts, who did it) does not enter the
+docs/source/generate.py makes docs/artifacts.md from here. A volatile column (times, hosts, who did it) does not enter the
 content digest. Tensors are plain fixed-size lists with their shape in the field's metadata; every schema
 carries the `huggingface` features, so that `datasets` shows images as images.
 """

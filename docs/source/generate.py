@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from miles_core.config import FIELDS, GROUPS, affects, flag
+from miles_core.config import FIELDS, GROUPS, affects, flag, meaning
 from miles_core.config.reference import NOT_YET
 from miles_core.store import schemas
 from miles_core.store.stages import STAGES
 
 HERE = Path(__file__).parent
+PAGES = HERE.parent
 
 
 def configuration() -> str:
@@ -18,7 +19,7 @@ def configuration() -> str:
     out = [
         "# Configuration",
         "",
-        "Generated from `miles_core/config` by `python docs/generate.py`.",
+        "Generated from `miles_core/config` by `python docs/source/generate.py`.",
         "",
         "An option is given on the command line (`--lr 1e-3`, `--use-lora`, `--no-use-lora`), as the environment variable",
         '`MILES_SCRIPT_LR`, as a flow parameter of its group, as they stand below (`options: {"optimizer": {"lr": 0.001}}`),',
@@ -32,7 +33,7 @@ def configuration() -> str:
             if owner == group:
                 default = "unset" if info.default is None else f"`{info.default}`" if info.default != "" else "required"
                 stages = ", ".join(affects(name)) or "operational"
-                out.append(f"| `{flag(name)}` | {default} | {stages} | {(info.description or '').replace('|', '/')} |")
+                out.append(f"| `{flag(name)}` | {default} | {stages} | {meaning(name).replace('|', '/')} |")
     out += ["", "## Not there yet", "", "Options of the reference that are refused by name:", ""]
     out += [", ".join(f"`{flag(name)}`" for name in sorted(NOT_YET)) + ", and any `--sglang-…`."]
     return "\n".join(out) + "\n"
@@ -81,7 +82,7 @@ def glossary() -> str:
     out = [
         "# Glossary",
         "",
-        "Generated from `miles_core/store/stages.py` and `tasks/` by `python docs/generate.py`.",
+        "Generated from `miles_core/store/stages.py` and `tasks/` by `python docs/source/generate.py`.",
         "",
         "## Stages",
         "",
@@ -101,7 +102,7 @@ def glossary() -> str:
 def task_functions() -> dict[str, str]:
     """The function of each task by the task's name, read without importing Prefect."""
     found = {}
-    for path in sorted((HERE.parent / "tasks").glob("*.py")):
+    for path in sorted((PAGES.parent / "tasks").glob("*.py")):
         for node in ast.parse(path.read_text()).body:
             for call in node.decorator_list if isinstance(node, ast.FunctionDef) else []:
                 if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "task":
@@ -113,6 +114,6 @@ def task_functions() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    (HERE / "configuration.md").write_text(configuration())
-    (HERE / "artifacts.md").write_text(artifacts())
-    (HERE / "glossary.md").write_text(glossary())
+    (PAGES / "configuration.md").write_text(configuration())
+    (PAGES / "artifacts.md").write_text(artifacts())
+    (PAGES / "glossary.md").write_text(glossary())

@@ -22,6 +22,12 @@ def numbers_told(text: str) -> set[int]:
     return {int(number) for match in _TOLD.findall(text) for number in re.findall(r"\d+", match)}
 
 
+def test_every_check_that_the_page_names_exists() -> None:
+    page = (ROOT / "docs" / "pitfalls.md").read_text()
+    named = re.findall(r"`(tests/[^`]+::[^`]+)`", page.partition("Symptom →")[2])
+    assert named and [check for check in named if not exists(check)] == []
+
+
 def test_every_fault_that_must_be_checked_has_a_row() -> None:
     assert NEEDED - set().union(*(numbers for numbers, _ in rows())) == set()
 

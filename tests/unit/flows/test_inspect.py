@@ -45,7 +45,13 @@ def test_all_that_is_asked_for_is_laid_out_and_told_in_the_log(root: str, caplog
     keys = {"reward-curve", "iterations", "samples", "unscored", "reward-by-iteration", "sql", "gallery"}
     assert set(artifacts("whole")) == keys
     log = "\n".join(record.getMessage() for record in caplog.records)
-    for line in ("whole: 2 iterations", "images of iteration 1", "unscored: 0 rows", "iteration: 2 rows", "sql: 1 rows"):
+    for line in (
+        "whole: 2 iterations",
+        "images of iteration 1",
+        "unscored: 0 rows",
+        "iteration: 2 rows",
+        "sql: 1 rows",
+    ):
         assert line in log
     assert "images of iteration 0" not in log and "whole.html" in log
 

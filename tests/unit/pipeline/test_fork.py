@@ -18,9 +18,11 @@ from miles_core.pipeline.fork import Fork, begin_fork, plan_fork
 from miles_core.pipeline.iteration import finished
 from miles_core.pipeline.lineage import made_from
 from miles_core.pipeline.run import LATEST, begin_run, open_run, plan_run
-from miles_core.pipeline.stage import run_stage
+from miles_core.pipeline.stage import Product, Step, Upstreams, run_stage
+from miles_core.pipeline.upstream import line
 from miles_core.store.files import Files
-from miles_core.store.run_store import RunStore
+from miles_core.store.parts import write_file
+from miles_core.store.run_store import Attempt, RunStore
 from miles_core.store.stages import ITERATION_STAGES
 
 OTHER = {"rm_type": "jpeg_incompressibility"}
@@ -100,6 +102,21 @@ def test_an_attempt_is_taken_with_what_it_was_made_from_and_its_options(parent: 
     assert fork(
         parent, 1, "own", attempt=scored.attempt, overrides={"rm_type": "jpeg_compressibility"}
     ).config.reward == (parent.config.reward)
+
+
+def test_a_fork_goes_on_from_rewards_that_a_forced_remake_changed(parent: Line) -> None:
+    def rescored(step: Step, attempt: Attempt, upstream: Upstreams) -> Product:
+        return Product([write_file(step.store.files, attempt.path("data/x.json"), b"{}")], {"reward_mean": 1.0})
+
+    standing, step = parent.store.on_line("rewards", 1), parent.step(1, moves_line=False, force=True)
+    changed = run_stage(step, "rewards", {"rollout": line(step, "rollout", 1)}, rescored).manifest
+    assert standing and changed.attempt == f"{standing.attempt}.2" and changed.content_digest != standing.content_digest
+    child = fork(parent, 1, attempt=changed.attempt)
+    assert reused(child, 1) == ["prompts", "rollout", "rewards"]
+    assert child.store.on_line("rewards", 1) == changed
+    advantages = child.store.on_line("advantages", 1)
+    assert advantages and [u.content_digest for u in advantages.upstream.values()] == [changed.content_digest]
+    assert parent.store.on_line("rewards", 1) == standing
 
 
 def test_an_attempt_of_a_policy_that_is_not_on_the_line_is_refused(parent: Line) -> None:

@@ -191,24 +191,20 @@ def test_no_figure_of_a_question_mixes_attempts(name: str, tmp_path: Path) -> No
     root = FolderRoot(tmp_path)
     made = build(root, 2)
     line = ask(root.files, QUESTIONS[name].sql)
-    others = [made.make("prompts", 1, on_line=False, mark=1), made.make("rollout", 1, on_line=False, mark=1)]
+    others = [made.make(stage, 1, on_line=False, mark=1) for stage in ("prompts", "rollout", "update")]
     for factor in (2, 3):
         others.append(made.make("rewards", 1, on_line=False, reward=lambda i, g, f=factor: f * reward_of(i, g)))
         made.line["rewards"], standing = others[-1], made.line["rewards"]
         others.append(made.make("advantages", 1, on_line=False, mark=factor))
         made.line["rewards"] = standing
-    others.append(made.make("update", 1, on_line=False, mark=1))
     every = ask(root.files, QUESTIONS[name].sql, attempts=True)
     beside = {m.attempt for m in others}
-
-    def of_the_line(row: dict[str, Any]) -> bool:
-        return row.get("beside") is None and row.get("on_line", True)
-
-    assert [row for row in every if of_the_line(row)] == line
+    of_the_line = [row for row in every if row.get("beside") is None and row.get("on_line", True)]
+    assert of_the_line == line
     for row in every:
         named = {row.get(key) for key in ("attempt", "rollout_attempt", "rewards_attempt", "advantages_attempt")}
         named |= set((row.get("beside") or "").split())
-        assert of_the_line(row) or named & beside, row
+        assert row in line or named & beside, row
 
 
 def test_changed_rewards_are_those_of_one_image(root: Root) -> None:

@@ -59,19 +59,32 @@ function gathered(some, keyOf) {
   return [...found.values()];
 }
 
+/** What a group is sorted by: its mean reward, the span of its advantages, or the first of its images in their order. */
+function groupKey(members, key) {
+  const values = members.map((row) => row[key]).filter((value) => value !== null);
+  if (!values.length) return null;
+  if (key === "advantage") return Math.max(...values) - Math.min(...values);
+  if (key === "reward") return figure(members[0], "group_mean") ?? values.reduce((a, b) => a + b) / values.length;
+  return values[0];
+}
+
 function groupSections(some, wanted) {
-  const groups = gathered(some, (row) => `${row.iteration}/${row.group}`);
-  if (wanted.sort === "iteration" && wanted.order === "down") groups.reverse();
-  return groups.map((members) => {
-    const [{ iteration, group, prompt, block }] = members;
-    const [mean, spread] = ["group_mean", "group_std"].map((name) => figure(members[0], name));
+  const groups = gathered(some, (row) => `${row.iteration}/${row.group}`).map((members) => {
+    const images = sorted(members, wanted.sort, wanted.order);
+    return { images, iteration: members[0].iteration, sample: members[0].sample, key: groupKey(images, wanted.sort) };
+  });
+  return sorted(groups, "key", wanted.order).map(({ images }) => {
+    const [{ iteration, group, prompt, block }] = images;
+    const [mean, spread] = ["group_mean", "group_std"].map((name) => figure(images[0], name));
     const { total, ranks } = block.groups[group];
     const parts = [`iteration ${iteration}, group ${group}`];
     if (mean !== null) parts.push(`mean ${shown(mean)}, spread ${shown(spread)}`);
+    const span = groupKey(images, "advantage");
+    if (span !== null) parts.push(`advantages ${shown(span, 3)} apart`);
     parts.push(ranks.length < total
       ? `${ranks.length} of ${total} in this page, by reward number ${ranks.join(", ")}`
-      : `${total} images`);
-    return { title: prompt, detail: parts.join(" · "), rows: sorted(members, wanted.sort, wanted.order) };
+      : `${total} image${total === 1 ? "" : "s"}`);
+    return { title: prompt, detail: parts.join(" · "), rows: images };
   });
 }
 

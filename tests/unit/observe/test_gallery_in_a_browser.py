@@ -1,9 +1,11 @@
 """The gallery's page in a real browser, opened from a file."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from browser import Page
 from made_up import HOSTILE, HostileRun, NoiseRun
@@ -85,6 +87,8 @@ def test_filter(page: Page) -> None:
 
 def test_a_group_stands_side_by_side(page: Page) -> None:
     page.choose("view", "groups")
+    page.choose("sort", "iteration")
+    page.choose("order", "up")
     sections = page.js("list.sections.map((s) => [s.title, s.detail, s.rows.map((row) => row.group)])")
     assert len(sections) == 21
     for number, (_, detail, groups) in enumerate(sections):
@@ -92,6 +96,26 @@ def test_a_group_stands_side_by_side(page: Page) -> None:
         assert detail.startswith(f"iteration {number // 7}, group {number} · mean ") and detail.endswith("4 images")
     tops = page.js(f"{CARDS}.slice(0, 4).map((c) => c.getBoundingClientRect().top)")
     assert len(set(tops)) == 1
+    quiet(page)
+
+
+def test_groups_are_sorted_by_mean_reward_span_of_advantages_iteration_and_seed(page: Page) -> None:
+    page.choose("view", "groups")
+    rewards = [[reward_of(s, g) for s in range(g * 4, g * 4 + 4)] for g in range(21)]
+    by = {
+        "reward": [sum(r) / 4 for r in rewards],
+        "advantage": [(max(r) - min(r)) / (float(np.std(r)) + 1e-4) for r in rewards],
+        "iteration": [float(g // 7) for g in range(21)],
+        "seed": [float(g) for g in range(21)],
+    }
+    for sort, keys in by.items():
+        for way, sign in (("down", -1), ("up", 1)):
+            page.choose("sort", sort)
+            page.choose("order", way)
+            groups = page.js("list.sections.map((s) => s.rows[0].group)")
+            assert sorted(groups) == list(range(21))
+            found = [sign * keys[g] for g in groups]
+            assert all(a <= b + 1e-4 for a, b in itertools.pairwise(found)), (sort, way, groups)
     quiet(page)
 
 

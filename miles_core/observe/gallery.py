@@ -26,6 +26,7 @@ from miles_core.observe.rows import (
     spread_order,
 )
 from miles_core.store.files import DamagedError, Files
+from miles_core.store.line import entry
 from miles_core.store.manifest import Manifest
 from miles_core.store.run_store import RunStore
 from miles_core.store.tombstone import PrunedError
@@ -58,9 +59,11 @@ class Gallery:
 
 @dataclass(frozen=True)
 class Scan:
-    """An iteration before its images are read: the samples of each group from the best to the worst."""
+    """An iteration before its images are read: the samples of each group from the best to the worst. attempts: what
+    rollout, rewards and advantages were read from."""
 
     rollout: Manifest
+    attempts: Mapping[str, str]
     scores: Mapping[int, Score]
     groups: Mapping[int, Sequence[int]]
 
@@ -161,13 +164,14 @@ def _scan(store: RunStore, iterations: Sequence[int]) -> tuple[dict[int, Scan], 
             left_out[iteration] = "its rollout is not committed yet"
             continue
         try:
-            scans[iteration] = _scan_one(store.files, iteration, rollout, lines)
+            scans[iteration] = _scan_one(store, iteration, rollout, lines)
         except DamagedError as fault:
             left_out[iteration] = str(fault)
     return scans, left_out
 
 
-def _scan_one(files: Files, iteration: int, rollout: Manifest, lines: Mapping[str, Line]) -> Scan:
+def _scan_one(store: RunStore, iteration: int, rollout: Manifest, lines: Mapping[str, Line]) -> Scan:
+    files, run = store.files, store.run
     rewards, advantages = lines["rewards"].get(iteration), lines["advantages"].get(iteration)
     scores = read_scores(files, rewards, advantages)
     groups: dict[int, list[int]] = defaultdict(list)
@@ -176,7 +180,13 @@ def _scan_one(files: Files, iteration: int, rollout: Manifest, lines: Mapping[st
         raise DamagedError(f"{files.url(rollout.folder)} has neither prompts nor rewards beside it")
     for index, group in sorted(read_groups(files, told_by).items()):
         groups[group].append(index)
-    return Scan(rollout, scores, {group: ranked(indices, scores) for group, indices in sorted(groups.items())})
+    read = {"rollout": rollout, "rewards": rewards, "advantages": advantages}
+    return Scan(
+        rollout=rollout,
+        attempts={stage: entry(manifest, run) for stage, manifest in read.items() if manifest},
+        scores=scores,
+        groups={group: ranked(indices, scores) for group, indices in sorted(groups.items())},
+    )
 
 
 def _plan(files: Files, scans: Mapping[int, Scan], room: float) -> Plan:
@@ -250,6 +260,7 @@ def _within(
         block = Block(
             iteration=iteration,
             folder=files.url(scan.rollout.folder),
+            attempts=scan.attempts,
             kind="image/png" if level is None else "image/webp",
             rows=[replace(row, frames=()) for row, _ in shown],
             pictures=[base64.b64encode(data).decode() for _, data in shown],

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from miles_core.observe.plots import Point, reward_svg
 from miles_core.observe.rows import Row
-from miles_core.observe.terminal import bytes_text
+from miles_core.observe.terminal import bytes_text, fork_text
 from miles_core.store.run_store import RunStore
 
 if TYPE_CHECKING:
@@ -25,11 +25,13 @@ _SCRIPTS = ("data.js", "list.js", "gallery.js")
 
 @dataclass(frozen=True)
 class Block:
-    """An iteration's images. `rows` without frames and `pictures` (base64 of type `kind`) in sample order; `groups`: how
-    many images each has in the run, and which of them are here by reward, 1 the best."""
+    """An iteration's images. `rows` without frames and `pictures` (base64 of type `kind`) in sample order; `attempts` by
+    stage, as the line names them; `groups`: how many images each has in the run, and which of them are here by reward,
+    1 the best."""
 
     iteration: int
     folder: str
+    attempts: Mapping[str, str]
     kind: str
     rows: Sequence[Row]
     pictures: Sequence[str]
@@ -58,6 +60,7 @@ def block_html(block: Block) -> bytes:
     rows = {
         "iteration": block.iteration,
         "folder": block.folder,
+        "attempts": dict(block.attempts),
         "kind": block.kind,
         "prompts": prompts,
         "groups": {str(g): {"total": total, "ranks": list(ranks)} for g, (total, ranks) in block.groups.items()},
@@ -97,6 +100,8 @@ def page_html(
     head = Template(_part("gallery.html")).substitute(
         title=escape(f"{store.run} — images"),
         facts=escape(facts),
+        fork=escape(fork_text(record)),
+        fork_hidden="" if "parent" in record else " hidden",
         left_out="<ul>" + "".join(f"<li>{escape(reason)}</li>" for reason in reasons) + "</ul>",
         left_out_summary="What is not in this page, and why",
         left_out_hidden="" if reasons else " hidden",

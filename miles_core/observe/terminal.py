@@ -56,6 +56,15 @@ def several(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
+def fork_text(record: Mapping[str, Any]) -> str:
+    """Where a run comes from, by its run.json; nothing where it is no fork."""
+    parent = record.get("parent")
+    if not parent:
+        return ""
+    chosen = f", from attempt {parent['attempt']}" if parent["attempt"] else ""
+    return f"a fork of {parent['run']} at iteration {parent['iteration']}{chosen}"
+
+
 def seconds_text(seconds: float) -> str:
     """A duration as people write it: 8.1 s, 12 min, 3 h 05 min."""
     if seconds < 99.95:

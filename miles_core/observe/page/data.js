@@ -29,7 +29,8 @@ function figuresOf(row) {
     ["group", row.group], ["seed", row.seed],
   ];
   const further = Object.entries(block.figures).map(([name, values]) => [name, Array.isArray(values) ? values[at] : values]);
-  return [...own, ...further].filter(([, value]) => value !== null && value !== undefined);
+  const attempts = Object.entries(block.attempts).map(([stage, attempt]) => [`${stage} attempt`, attempt]);
+  return [...own, ...attempts, ...further].filter(([, value]) => value !== null && value !== undefined);
 }
 
 /** A figure by name, or null where the image has none. */

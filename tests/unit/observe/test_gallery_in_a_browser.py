@@ -135,12 +135,13 @@ def test_a_prompt_stands_beside_itself_over_the_iterations(page: Page) -> None:
     quiet(page)
 
 
-def test_an_image_opens_with_every_figure_and_the_keys_lead_on(page: Page) -> None:
+def test_an_image_opens_with_every_figure_and_the_keys_lead_on(page: Page, tmp_path: Path) -> None:
     page.js("list.focus(0)")
     page.key("ArrowRight")
     page.key("Enter")
     assert page.js("large.open")
-    row = page.js("(({ iteration, sample, reward, seed }) => ({ iteration, sample, reward, seed }))(list.order[1])")
+    names = "iteration, sample, group, reward, seed"
+    row = page.js(f"(({{ {names} }}) => ({{ {names} }}))(list.order[1])")
     figures = dict(
         page.js(
             "[...document.querySelectorAll('#large-figures tr')].map((r) => [...r.children].map((c) => c.innerText))"
@@ -148,6 +149,12 @@ def test_an_image_opens_with_every_figure_and_the_keys_lead_on(page: Page) -> No
     )
     assert figures["reward"] == f"{row['reward']:g}" and figures["seed"] == str(row["seed"])
     assert {"advantage", "group_mean", "score_jpeg_compressibility", "noise_level", "width", "kept"} <= set(figures)
+    assert (figures["rm_type"], figures["rm_version"]) == ("jpeg_compressibility", "jpeg_compressibility-1")
+    assert (figures["engine_seconds"], figures["scoring_seconds"]) == (str(1 + row["group"] % 5), "0.01")
+    store = RunStore(FolderRoot(tmp_path / "runs").files, "r")
+    for stage in ("rollout", "rewards", "advantages"):
+        made = store.on_line(stage, row["iteration"])
+        assert made and figures[f"{stage} attempt"] == made.attempt
     command = page.js("document.getElementById('large-command').textContent")
     assert command == f"miles lineage r {row['iteration']} {row['sample']}"
     first = page.js("document.getElementById('large-picture').src")
@@ -171,6 +178,25 @@ def test_a_click_on_the_curve_shows_that_iteration(page: Page) -> None:
     page.settle()
     assert set(order(page, "iteration")) == {1}
     quiet(page)
+
+
+def test_a_fork_says_so_and_whose_attempts_it_shows(browser: Page, tmp_path: Path) -> None:
+    files = FolderRoot(tmp_path / "runs").files
+    run = SyntheticRun(files, "p")
+    run.iterate(0)
+    line = (run.draw_line().record() or {})["line"]
+    own = SyntheticRun(files, "f").store
+    parent = {"run": "p", "iteration": 1, "stage": "rewards", "attempt": None, "kept": {}}
+    kept = {slot: f"p/{attempt}" for slot, attempt in line.items()}
+    own.update_record(lambda record: record | {"line": kept, "parent": parent})
+    shown(browser, own, tmp_path)
+    assert browser.js("document.querySelector('.fork').innerText") == "a fork of p at iteration 1"
+    browser.js("openLarge(0)")
+    attempt = line["000000/rewards"]
+    assert f"rewards attempt\tp/{attempt}" in browser.js("document.getElementById('large-figures').innerText")
+    shown(browser, run.store, tmp_path)
+    assert browser.js("document.querySelector('.fork').hidden")
+    quiet(browser)
 
 
 def test_prompts_are_text(browser: Page, tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 from miles_core.errors import InputError
 from miles_core.observe.gallery_budget import always, fair_shares, in_turn
-from miles_core.observe.gallery_page import Block, block_html, page_html
+from miles_core.observe.gallery_page import Block, Curve, block_html, page_html
+from miles_core.observe.history import History
 from miles_core.observe.pictures import Level, original, thumbnail
-from miles_core.observe.plots import reward_points
 from miles_core.observe.rows import (
     Line,
     Row,
@@ -25,6 +25,7 @@ from miles_core.observe.rows import (
     read_scores,
     spread_order,
 )
+from miles_core.observe.terminal import several
 from miles_core.store.files import DamagedError, Files
 from miles_core.store.line import entry
 from miles_core.store.manifest import Manifest
@@ -35,7 +36,7 @@ from miles_core.store.tombstone import PrunedError
 LEVELS = (Level(768, 85), Level(512, 82), Level(384, 80), Level(256, 78), Level(192, 76), Level(128, 74))
 # Only so that the best, the worst and the middle of each group fit.
 SMALLER = (Level(96, 60), Level(64, 50), Level(48, 40))
-# Of a row's figures in the page, before any is counted.
+# Of a row's figures in the page, before any is several.
 _ROW_BYTES = 150
 # How much of the room is planned for: images of one iteration take more than those of another.
 _FILLED = 0.88
@@ -122,8 +123,11 @@ def make_gallery(
     Raises InputError where there is no image, or where not even the best, the worst and the middle of each group fit.
     """
     scans, left_out = _scan(store, iterations)
-    points = reward_points(store)
-    frame = len(page_html(store, points, [], Gallery(b"", 0, 0, 0, left_out, None, 0), lineage))
+    history = History(store)
+    history.refresh()
+    # As if one iteration were left out: the dots then take room.
+    curve = Curve(history.points(), history.evaluations(), [*scans][1:])
+    frame = len(page_html(store, curve, [], Gallery(b"", 0, 0, 0, left_out, None, 0), lineage))
     # The facts and the list of what was left out are not known yet.
     room = max_bytes - frame - 4000
     plan = _plan(store.files, scans, room)
@@ -151,7 +155,8 @@ def make_gallery(
         level=plan.level,
         without_picture=without,
     )
-    return replace(made, html=page_html(store, points, blocks, made, lineage))
+    curve = replace(curve, shown={block.iteration for block in blocks})
+    return replace(made, html=page_html(store, curve, blocks, made, lineage))
 
 
 def _scan(store: RunStore, iterations: Sequence[int]) -> tuple[dict[int, Scan], dict[int, str]]:
@@ -205,7 +210,7 @@ def _plan(files: Files, scans: Mapping[int, Scan], room: float) -> Plan:
             return Plan(level, cost, fair_shares(room, [1.3 * cost * scan.count for scan in scans.values()]))
     needed = (must * cost / _FILLED - room) / 1e6
     raise InputError(
-        f"the best, the worst and the middle of each group of {len(scans)} iterations need about {needed:.1f} MB more: "
+        f"the best, the worst and the middle of each group of {several(len(scans), 'iteration')} need about {needed:.1f} MB more: "
         "raise --max-mb, or give fewer --iterations"
     )
 

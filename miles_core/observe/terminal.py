@@ -52,8 +52,8 @@ def bytes_text(count: float) -> str:
 
 
 def several(count: int, noun: str) -> str:
-    """1 engine, 2 engines."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+    """1 engine, 2 engines, 2,000 engines."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def fork_text(record: Mapping[str, Any]) -> str:

@@ -49,8 +49,8 @@ function pictureOf(row) {
 }
 
 function shown(value, digits = 5) {
-  if (typeof value !== "number" || Number.isInteger(value)) return String(value);
-  return String(Number(value.toPrecision(digits)));
+  if (typeof value !== "number") return String(value);
+  return String(Number.isInteger(value) ? value : Number(value.toPrecision(digits))).replaceAll("-", "−");
 }
 
 function signed(value) {

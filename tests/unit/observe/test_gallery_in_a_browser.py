@@ -18,10 +18,12 @@ from miles_core.store.run_store import RunStore
 CARDS = "[...document.querySelectorAll('.card')].sort((a, b) => a.dataset.number - b.dataset.number)"
 
 
-def shown(page: Page, store: RunStore, folder: Path, max_bytes: int = 10**8) -> None:
+def shown(
+    page: Page, store: RunStore, folder: Path, max_bytes: int = 10**8, iterations: list[int] | None = None
+) -> None:
     """Write a run's gallery and open it."""
     path = folder / "gallery.html"
-    path.write_bytes(make_gallery(store, store.iterations(), max_bytes, ("miles lineage r", "")).html)
+    path.write_bytes(make_gallery(store, iterations or store.iterations(), max_bytes, ("miles lineage r", "")).html)
     page.events.clear()
     page.size(1200, 900)
     page.open(path)
@@ -41,6 +43,18 @@ def page(browser: Page, tmp_path: Path) -> Page:
 def order(page: Page, name: str) -> list[Any]:
     found: list[Any] = page.js(f"list.order.map((row) => row.{name})")
     return found
+
+
+def click(page: Page, share: float) -> None:
+    """Click the curve that is in view at a share of its iterations, 0 the first."""
+    x, y = page.js(
+        "(() => { const svg = [...document.querySelectorAll('#curve svg')].find((s) => s.clientWidth);"
+        f" const at = +svg.dataset.left + (svg.dataset.right - svg.dataset.left) * {share};"
+        " const { x, y } = new DOMPoint(at, 90).matrixTransform(svg.getScreenCTM()); return [x, y]; })()"
+    )
+    for kind in ("mousePressed", "mouseReleased"):
+        page.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+    page.settle()
 
 
 def quiet(page: Page) -> None:
@@ -171,13 +185,51 @@ def test_an_image_opens_with_every_figure_and_the_keys_lead_on(page: Page, tmp_p
 
 
 def test_a_click_on_the_curve_shows_that_iteration(page: Page) -> None:
-    box = page.js("(({ left, top, width, height }) => [left, top, width, height])(curve.getBoundingClientRect())")
-    x, y = box[0] + box[2] * 0.55, box[1] + box[3] / 2
-    for kind in ("mousePressed", "mouseReleased"):
-        page.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
-    page.settle()
-    assert set(order(page, "iteration")) == {1}
+    for width in (1200, 420):
+        page.size(width, 900)
+        page.js("form.reset()")
+        click(page, 1 / 2)
+        assert set(order(page, "iteration")) == {1}
+        page.wait(lambda: len(order(page, "sample")) == 28, "the iteration")
     quiet(page)
+
+
+def test_an_iteration_that_is_not_in_the_page_says_so(browser: Page, tmp_path: Path) -> None:
+    run = SyntheticRun(FolderRoot(tmp_path / "runs").files, "r")
+    for iteration in range(5):
+        run.iterate(iteration)
+    shown(browser, run.draw_line(), tmp_path, iterations=[2, 3])
+    says = "document.getElementById('curve-says').textContent"
+    assert browser.js(says) == "Click an iteration with a dot to see its images. The others are not in this page."
+    dots = browser.js("document.querySelector('.wide .marked').getAttribute('d')")
+    assert dots.count("M") == 2
+    assert "of 1 iteration " not in browser.js("document.querySelector('.facts').innerText")
+    click(browser, 0)
+    assert browser.js(says) == (
+        "The images of iteration 0 are not in this page: write one that shows it with --iterations 0, or all."
+    )
+    assert len(order(browser, "sample")) == 16
+    click(browser, 3 / 4)
+    assert set(order(browser, "iteration")) == {3}
+    quiet(browser)
+
+
+def test_the_labels_of_the_curve_can_be_read_on_a_narrow_screen(page: Page) -> None:
+    for width in (1200, 901, 900, 420):
+        page.size(width, 900)
+        heights = page.js(
+            "[...document.querySelectorAll('#curve svg text')].map((t) => t.getBoundingClientRect().height)"
+            ".filter((h) => h)"
+        )
+        assert heights and min(heights) > 9, (width, heights)
+        assert page.js("document.documentElement.scrollWidth") <= width
+
+
+def test_negative_numbers_have_a_true_minus(page: Page) -> None:
+    page.choose("order", "up")
+    page.js("openLarge(0)")
+    text = page.js("document.getElementById('large-figures').innerText")
+    assert "advantage\t−" in text and "\t-" not in text
 
 
 def test_a_fork_says_so_and_whose_attempts_it_shows(browser: Page, tmp_path: Path) -> None:

@@ -210,8 +210,8 @@ def _plan(files: Files, scans: Mapping[int, Scan], room: float) -> Plan:
             return Plan(level, cost, fair_shares(room, [1.3 * cost * scan.count for scan in scans.values()]))
     needed = (must * cost / _FILLED - room) / 1e6
     raise InputError(
-        f"the best, the worst and the middle of each group of {several(len(scans), 'iteration')} need about {needed:.1f} MB more: "
-        "raise --max-mb, or give fewer --iterations"
+        f"the best, the worst and the middle of each group of {several(len(scans), 'iteration')} need about {needed:.1f} "
+        "MB more: raise --max-mb, or give fewer --iterations"
     )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from miles_core.observe.plots import Point, reward_svg
 from miles_core.observe.rows import Row
-from miles_core.observe.terminal import bytes_text, several, fork_text
+from miles_core.observe.terminal import bytes_text, fork_text, several
 from miles_core.store.run_store import RunStore
 
 if TYPE_CHECKING:
@@ -146,8 +146,8 @@ def left_out(made: Gallery) -> list[str]:
     missing = made.total - made.images - made.without_picture
     if made.level and missing > 0:
         reasons.append(
-            f"{several(missing, 'image')}, so that the page stays within its size: every iteration has the same room, every group "
-            "its best, its worst and its middle, and then as many between as fit; Groups says which"
+            f"{several(missing, 'image')}, so that the page stays within its size: every iteration has the same room, every "
+            "group its best, its worst and its middle, and then as many between as fit; Groups says which"
         )
     if made.without_picture:
         reasons.append(f"{several(made.without_picture, 'sample')} whose picture is missing or cannot be read")

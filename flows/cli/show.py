@@ -6,7 +6,7 @@ import typer
 
 from miles_core.config import flag
 from miles_core.errors import InputError
-from miles_core.observe.terminal import figures_of, several
+from miles_core.observe.terminal import figures_of, fork_text, several
 from miles_core.pipeline.evaluation import BEFORE_TRAINING
 from miles_core.pipeline.run import existing_iteration, open_run
 from miles_core.store.manifest import Manifest
@@ -67,9 +67,8 @@ def _made(manifest: Manifest) -> str:
 def _run(store: RunStore) -> None:
     record = store.record() or {}
     print(f"run {store.run} · recipe {record['recipe']} · {store.files.url(store.run)}")
-    if parent := record.get("parent"):
-        chosen = f", from attempt {parent['attempt']}" if parent["attempt"] else ""
-        print(f"a fork of {parent['run']} at iteration {parent['iteration']}{chosen}")
+    if fork := fork_text(record):
+        print(fork)
     if before := _evaluated(store, BEFORE_TRAINING):
         print(f"before training:{before}")
     for iteration in store.iterations():

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 from miles_core.errors import InputError
 from miles_core.observe.gallery_budget import always, fair_shares, in_turn
-from miles_core.observe.gallery_page import Block, block_html, page_html
+from miles_core.observe.gallery_page import Block, Curve, block_html, page_html
+from miles_core.observe.history import History
 from miles_core.observe.pictures import Level, original, thumbnail
-from miles_core.observe.plots import reward_points
 from miles_core.observe.rows import (
     Line,
     Row,
@@ -25,7 +25,9 @@ from miles_core.observe.rows import (
     read_scores,
     spread_order,
 )
+from miles_core.observe.terminal import several
 from miles_core.store.files import DamagedError, Files
+from miles_core.store.line import entry
 from miles_core.store.manifest import Manifest
 from miles_core.store.run_store import RunStore
 from miles_core.store.tombstone import PrunedError
@@ -34,7 +36,7 @@ from miles_core.store.tombstone import PrunedError
 LEVELS = (Level(768, 85), Level(512, 82), Level(384, 80), Level(256, 78), Level(192, 76), Level(128, 74))
 # Only so that the best, the worst and the middle of each group fit.
 SMALLER = (Level(96, 60), Level(64, 50), Level(48, 40))
-# Of a row's figures in the page, before any is counted.
+# Of a row's figures in the page, before any is several.
 _ROW_BYTES = 150
 # How much of the room is planned for: images of one iteration take more than those of another.
 _FILLED = 0.88
@@ -58,9 +60,11 @@ class Gallery:
 
 @dataclass(frozen=True)
 class Scan:
-    """An iteration before its images are read: the samples of each group from the best to the worst."""
+    """An iteration before its images are read: the samples of each group from the best to the worst. attempts: what
+    rollout, rewards and advantages were read from."""
 
     rollout: Manifest
+    attempts: Mapping[str, str]
     scores: Mapping[int, Score]
     groups: Mapping[int, Sequence[int]]
 
@@ -119,8 +123,11 @@ def make_gallery(
     Raises InputError where there is no image, or where not even the best, the worst and the middle of each group fit.
     """
     scans, left_out = _scan(store, iterations)
-    points = reward_points(store)
-    frame = len(page_html(store, points, [], Gallery(b"", 0, 0, 0, left_out, None, 0), lineage))
+    history = History(store)
+    history.refresh()
+    # As if one iteration were left out: the dots then take room.
+    curve = Curve(history.points(), history.evaluations(), [*scans][1:])
+    frame = len(page_html(store, curve, [], Gallery(b"", 0, 0, 0, left_out, None, 0), lineage))
     # The facts and the list of what was left out are not known yet.
     room = max_bytes - frame - 4000
     plan = _plan(store.files, scans, room)
@@ -148,7 +155,8 @@ def make_gallery(
         level=plan.level,
         without_picture=without,
     )
-    return replace(made, html=page_html(store, points, blocks, made, lineage))
+    curve = replace(curve, shown={block.iteration for block in blocks})
+    return replace(made, html=page_html(store, curve, blocks, made, lineage))
 
 
 def _scan(store: RunStore, iterations: Sequence[int]) -> tuple[dict[int, Scan], dict[int, str]]:
@@ -161,13 +169,14 @@ def _scan(store: RunStore, iterations: Sequence[int]) -> tuple[dict[int, Scan], 
             left_out[iteration] = "its rollout is not committed yet"
             continue
         try:
-            scans[iteration] = _scan_one(store.files, iteration, rollout, lines)
+            scans[iteration] = _scan_one(store, iteration, rollout, lines)
         except DamagedError as fault:
             left_out[iteration] = str(fault)
     return scans, left_out
 
 
-def _scan_one(files: Files, iteration: int, rollout: Manifest, lines: Mapping[str, Line]) -> Scan:
+def _scan_one(store: RunStore, iteration: int, rollout: Manifest, lines: Mapping[str, Line]) -> Scan:
+    files, run = store.files, store.run
     rewards, advantages = lines["rewards"].get(iteration), lines["advantages"].get(iteration)
     scores = read_scores(files, rewards, advantages)
     groups: dict[int, list[int]] = defaultdict(list)
@@ -176,7 +185,13 @@ def _scan_one(files: Files, iteration: int, rollout: Manifest, lines: Mapping[st
         raise DamagedError(f"{files.url(rollout.folder)} has neither prompts nor rewards beside it")
     for index, group in sorted(read_groups(files, told_by).items()):
         groups[group].append(index)
-    return Scan(rollout, scores, {group: ranked(indices, scores) for group, indices in sorted(groups.items())})
+    read = {"rollout": rollout, "rewards": rewards, "advantages": advantages}
+    return Scan(
+        rollout=rollout,
+        attempts={stage: entry(manifest, run) for stage, manifest in read.items() if manifest},
+        scores=scores,
+        groups={group: ranked(indices, scores) for group, indices in sorted(groups.items())},
+    )
 
 
 def _plan(files: Files, scans: Mapping[int, Scan], room: float) -> Plan:
@@ -195,8 +210,8 @@ def _plan(files: Files, scans: Mapping[int, Scan], room: float) -> Plan:
             return Plan(level, cost, fair_shares(room, [1.3 * cost * scan.count for scan in scans.values()]))
     needed = (must * cost / _FILLED - room) / 1e6
     raise InputError(
-        f"the best, the worst and the middle of each group of {len(scans)} iterations need about {needed:.1f} MB more: "
-        "raise --max-mb, or give fewer --iterations"
+        f"the best, the worst and the middle of each group of {several(len(scans), 'iteration')} need about {needed:.1f} "
+        "MB more: raise --max-mb, or give fewer --iterations"
     )
 
 
@@ -250,6 +265,7 @@ def _within(
         block = Block(
             iteration=iteration,
             folder=files.url(scan.rollout.folder),
+            attempts=scan.attempts,
             kind="image/png" if level is None else "image/webp",
             rows=[replace(row, frames=()) for row, _ in shown],
             pictures=[base64.b64encode(data).decode() for _, data in shown],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files as resources
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from miles_core.observe.plots import Point, reward_svg
 from miles_core.observe.rows import Row
-from miles_core.observe.terminal import bytes_text
+from miles_core.observe.terminal import bytes_text, fork_text, several
 from miles_core.store.run_store import RunStore
 
 if TYPE_CHECKING:
@@ -25,15 +25,38 @@ _SCRIPTS = ("data.js", "list.js", "gallery.js")
 
 @dataclass(frozen=True)
 class Block:
-    """An iteration's images. `rows` without frames and `pictures` (base64 of type `kind`) in sample order; `groups`: how
-    many images each has in the run, and which of them are here by reward, 1 the best."""
+    """An iteration's images. `rows` without frames and `pictures` (base64 of type `kind`) in sample order; `attempts` by
+    stage, as the line names them; `groups`: how many images each has in the run, and which of them are here by reward,
+    1 the best."""
 
     iteration: int
     folder: str
+    attempts: Mapping[str, str]
     kind: str
     rows: Sequence[Row]
     pictures: Sequence[str]
     groups: Mapping[int, tuple[int, Sequence[int]]]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """`points` of all iterations, `further` curves by name; `shown`: the iterations whose images are in the page."""
+
+    points: Sequence[Point]
+    further: Mapping[str, Mapping[int, float]]
+    shown: Collection[int]
+
+    @property
+    def partly(self) -> bool:
+        """Whether it has iterations that are not in the page."""
+        return any(point.iteration not in self.shown for point in self.points)
+
+    def svg(self, width: int, height: int) -> str:
+        """Where not all iterations are in the page, a dot marks those that are."""
+        marked = self.shown if self.partly else ()
+        return reward_svg(
+            self.points, further=self.further, marked=marked, mark="in this page", width=width, height=height
+        )
 
 
 def script_json(value: Any) -> str:
@@ -58,6 +81,7 @@ def block_html(block: Block) -> bytes:
     rows = {
         "iteration": block.iteration,
         "folder": block.folder,
+        "attempts": dict(block.attempts),
         "kind": block.kind,
         "prompts": prompts,
         "groups": {str(g): {"total": total, "ranks": list(ranks)} for g, (total, ranks) in block.groups.items()},
@@ -70,9 +94,7 @@ def block_html(block: Block) -> bytes:
     ).encode()
 
 
-def page_html(
-    store: RunStore, points: Sequence[Point], blocks: Sequence[Block], made: Gallery, lineage: tuple[str, str]
-) -> bytes:
+def page_html(store: RunStore, curve: Curve, blocks: Sequence[Block], made: Gallery, lineage: tuple[str, str]) -> bytes:
     """The whole page in UTF-8."""
     style, script = _part("gallery.css"), "".join(map(_part, _SCRIPTS))
     rows = [row for block in blocks for row in block.rows]
@@ -86,21 +108,27 @@ def page_html(
             {name.removeprefix("score_") for row in rows for name in row.figures if name.startswith("score_")}
         ),
         "reduced": f"WebP of at most {made.level.side} pixels" if made.level else None,
-        "points": [[p.iteration, _short(p.mean), _short(p.low), _short(p.high), _short(p.zero_std)] for p in points],
+        "points": [
+            [p.iteration, _short(p.mean), _short(p.low), _short(p.high), _short(p.zero_std)] for p in curve.points
+        ],
+        "left_out": list(made.left_out),
     }
     record = store.record() or {}
-    facts = (
-        f"recipe {record.get('recipe', '')} · {made.images:,} of {made.total:,} images of {made.iterations:,} "
-        f"iterations · {store.files.url(store.run)}"
-    )
+    facts = f"recipe {record.get('recipe', '')} · {_images(made)} · {store.files.url(store.run)}"
     reasons = left_out(made)
     head = Template(_part("gallery.html")).substitute(
         title=escape(f"{store.run} — images"),
         facts=escape(facts),
+        fork=escape(fork_text(record)),
+        fork_hidden="" if "parent" in record else " hidden",
         left_out="<ul>" + "".join(f"<li>{escape(reason)}</li>" for reason in reasons) + "</ul>",
         left_out_summary="What is not in this page, and why",
         left_out_hidden="" if reasons else " hidden",
-        curve=reward_svg(points, width=1200, height=210),
+        curve=curve.svg(1200, 210),
+        curve_narrow=curve.svg(400, 260),
+        curve_says="Click an iteration to see its images."
+        if not curve.partly
+        else "Click an iteration with a dot to see its images. The others are not in this page.",
         page=script_json(page),
         style=style,
         style_hash=_source_hash(style),
@@ -118,11 +146,11 @@ def left_out(made: Gallery) -> list[str]:
     missing = made.total - made.images - made.without_picture
     if made.level and missing > 0:
         reasons.append(
-            f"{missing:,} images, so that the page stays within its size: every iteration has the same room, every group "
-            "its best, its worst and its middle, and then as many between as fit; Groups says which"
+            f"{several(missing, 'image')}, so that the page stays within its size: every iteration has the same room, every "
+            "group its best, its worst and its middle, and then as many between as fit; Groups says which"
         )
     if made.without_picture:
-        reasons.append(f"{made.without_picture:,} samples whose picture is missing or cannot be read")
+        reasons.append(f"{several(made.without_picture, 'sample')} whose picture is missing or cannot be read")
     return reasons + [f"iteration {iteration}: {why}" for iteration, why in made.left_out.items()]
 
 
@@ -130,8 +158,12 @@ def told(made: Gallery, where: str) -> list[str]:
     """What the command prints."""
     smaller = f", as WebP of at most {made.level.side} pixels" if made.level else ""
     size = bytes_text(len(made.html))
-    head = f"{made.images:,} of {made.total:,} images of {made.iterations:,} iterations{smaller}, {size}: {where}"
+    head = f"{_images(made)}{smaller}, {size}: {where}"
     return [head, *(f"  left out: {reason}" for reason in left_out(made))]
+
+
+def _images(made: Gallery) -> str:
+    return f"{made.images:,} of {several(made.total, 'image')} of {several(made.iterations, 'iteration')}"
 
 
 def _part(name: str) -> str:

@@ -2,19 +2,17 @@
 
 import base64
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from miles_core.observe.rows import on_line
 from miles_core.store.manifest import Manifest
-from miles_core.store.run_store import RunStore
 
 # Shades that can be read on a light and on a dark ground.
 _BLUE, _GREY, _RED = "#3b82f6", "#858e9a", "#e5603a"
 _FURTHER = ("#d97706", "#0d9488", "#a855f7", "#db2777", "#65a30d")
 _LEFT, _RIGHT, _TOP = 64, 16, 30
-_SHARE_HEIGHT, _GAP, _BOTTOM = 34, 26, 24
+_SHARE_HEIGHT, _GAP, _BOTTOM, _LEGEND_LINE = 34, 26, 24, 16
 
 
 @dataclass(frozen=True)
@@ -35,13 +33,6 @@ class Point:
         return all(map(math.isfinite, (self.mean, self.low, self.high)))
 
 
-def reward_points(store: RunStore) -> list[Point]:
-    """The points of every iteration whose rewards are on the line and finite, ascending."""
-    advantages = on_line(store, "advantages")
-    points = (point_of(rewards, advantages.get(i)) for i, rewards in on_line(store, "rewards").items())
-    return [point for point in points if point.finite]
-
-
 def point_of(rewards: Manifest, advantages: Manifest | None) -> Point:
     """The point of an iteration, from the summaries of its stages."""
     s, a = rewards.summary, advantages.summary if advantages else {}
@@ -53,28 +44,42 @@ def reward_svg(
     points: Sequence[Point],
     *,
     further: Mapping[str, Mapping[int, float]] | None = None,
+    marked: Collection[int] = (),
+    mark: str = "",
     width: int = 960,
     height: int = 300,
 ) -> str:
     """The curve: mean as a line, smallest to largest as a band, below it the share of groups without spread.
 
-    further: other curves by name, e.g. evaluation, a value by iteration. Curves of the scorers are drawn where there
-    are several. Without a point it says so.
+    further: other curves by name, e.g. evaluation, a value by iteration; what is not finite is no part of them. marked:
+    iterations with a dot on the mean, `mark` says in the legend what it means. Curves of the scorers are drawn where
+    there are several. Without a point it says so.
     """
     if not points:
         return _svg(width, 60, "no rewards yet", [_text(width / 2, 34, "no rewards yet", anchor="middle")])
     names = sorted({name for p in points for name in p.scores})
     curves = {n: {p.iteration: p.scores[n] for p in points if n in p.scores} for n in names if len(names) > 1}
-    curves |= {name: dict(values) for name, values in (further or {}).items()}
-    frame = _frame(points, curves, width, height)
+    for name, values in (further or {}).items():
+        finite = {i: value for i, value in values.items() if math.isfinite(value)}
+        curves |= {name: finite} if finite else {}
+    shades = dict(zip(curves, _FURTHER * len(curves), strict=False))
+    dots = [p for p in points if p.iteration in marked]
+    legend, lines = _legend(
+        [("mean reward, band: smallest to largest", _BLUE), *([(f"● {mark}", _BLUE)] if dots else []), *shades.items()],
+        width,
+    )
+    frame = _frame(points, curves, width, height, _TOP + (lines - 1) * _LEGEND_LINE)
     band = [(p.iteration, p.high) for p in points] + [(p.iteration, p.low) for p in reversed(points)]
     parts = [*_axes(frame)]
     parts.append(f'<polygon class="band" points="{frame.path(band)}" fill="{_BLUE}" fill-opacity="0.18"/>')
-    shades = dict(zip(curves, _FURTHER * len(curves), strict=False))
     for name, values in curves.items():
         parts.append(_curve(frame, sorted(values.items()), shades[name], dash=' stroke-dasharray="5 3"'))
     parts.append(_curve(frame, [(p.iteration, p.mean) for p in points], _BLUE))
-    parts += _legend([("mean reward, band: smallest to largest", _BLUE), *shades.items()])
+    if dots:
+        # Lines of no length with round ends: far fewer bytes than as many circles.
+        path = "".join(f"M{frame.x(p.iteration):.1f} {frame.y(p.mean):.1f}h0" for p in dots)
+        parts.append(f'<path class="marked" d="{path}" stroke="{_BLUE}" stroke-width="8" stroke-linecap="round"/>')
+    parts += legend
     parts += _zero_std(frame, points)
     last = points[-1]
     title = (
@@ -118,13 +123,15 @@ def _between(start: float, end: float, share: float) -> float:
     return start + (end - start) * share
 
 
-def _frame(points: Sequence[Point], curves: Mapping[str, Mapping[int, float]], width: int, height: int) -> _Frame:
+def _frame(
+    points: Sequence[Point], curves: Mapping[str, Mapping[int, float]], width: int, height: int, top: float
+) -> _Frame:
     values = [v for p in points for v in (p.low, p.high)] + [v for c in curves.values() for v in c.values()]
     iterations = [p.iteration for p in points] + [i for c in curves.values() for i in c]
     low, high = min(values), max(values)
     margin = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
     bottom = height - _BOTTOM - _SHARE_HEIGHT - _GAP
-    return _Frame(_LEFT, width - _RIGHT, _TOP, bottom, min(iterations), max(iterations), low - margin, high + margin)
+    return _Frame(_LEFT, width - _RIGHT, top, bottom, min(iterations), max(iterations), low - margin, high + margin)
 
 
 def _axes(frame: _Frame) -> list[str]:
@@ -134,11 +141,12 @@ def _axes(frame: _Frame) -> list[str]:
         parts.append(
             f'<line x1="{frame.left}" x2="{frame.right}" y1="{y:.1f}" y2="{y:.1f}" stroke="{_GREY}" stroke-opacity="0.3"/>'
         )
-        parts.append(_text(frame.left - 8, y + 4, f"{value:.4g}", anchor="end"))
+        parts.append(_text(frame.left - 8, y + 4, minus(f"{value:.4g}"), anchor="end"))
     foot = frame.bottom + _GAP + _SHARE_HEIGHT
-    whole = {round(t) for t in _ticks(frame.first, frame.last, 8)} | {frame.first}
+    count = min(8, round((frame.right - frame.left) / 60))
+    whole = {round(t) for t in _ticks(frame.first, frame.last, count)} | {frame.first}
     labels = sorted(i for i in whole if frame.first <= i <= frame.last)
-    return parts + [_text(frame.x(i), foot + 16, str(i), anchor="middle") for i in labels]
+    return parts + [_text(frame.x(i), foot + 16, minus(str(i)), anchor="middle") for i in labels]
 
 
 def _ticks(low: float, high: float, count: int) -> list[float]:
@@ -159,13 +167,18 @@ def _curve(frame: _Frame, values: Sequence[tuple[int, float]], shade: str, dash:
     return f'<polyline points="{frame.path(values)}" fill="none" stroke="{shade}" stroke-width="1.8"{dash}/>'
 
 
-def _legend(entries: Sequence[tuple[str, str]]) -> list[str]:
-    parts, left = [], float(_LEFT)
+def _legend(entries: Sequence[tuple[str, str]], width: int) -> tuple[list[str], int]:
+    """The names beside their shades, and how many lines they take within `width`."""
+    parts, left, line = [], float(_LEFT), 0
     for name, shade in entries:
-        parts.append(f'<rect x="{left:.0f}" y="10" width="14" height="4" fill="{shade}"/>')
-        parts.append(_text(left + 20, 16, name))
-        left += 42 + 6.6 * len(name)
-    return parts
+        wide = 20 + 6.6 * len(name)
+        if left > _LEFT and left + wide > width:
+            left, line = float(_LEFT), line + 1
+        y = 10 + line * _LEGEND_LINE
+        parts.append(f'<rect x="{left:.0f}" y="{y}" width="14" height="4" fill="{shade}"/>')
+        parts.append(_text(left + 20, y + 6, name))
+        left += wide + 22
+    return parts, line + 1
 
 
 def _zero_std(frame: _Frame, points: Sequence[Point]) -> list[str]:
@@ -187,6 +200,11 @@ def _zero_std(frame: _Frame, points: Sequence[Point]) -> list[str]:
                 'fill-opacity="0.75"/>'
             )
     return parts
+
+
+def minus(number: str) -> str:
+    """A number with a true minus sign."""
+    return number.replace("-", "−")
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start") -> str:

@@ -37,7 +37,8 @@ Line = dict[int, Manifest]
 @dataclass(frozen=True)
 class Row:
     """A sample on the line. `frames`: its encoded pictures, one for an image, several for a video, none where the
-    engine gave none; `figures`: every further number and word of rollout, rewards and advantages by column name."""
+    engine gave none; `figures`: every further number and word of rollout, rewards and advantages by column name, and
+    `engine_seconds` of the request and `scoring_seconds` of the sample for their columns `seconds`."""
 
     iteration: int
     sample_index: int
@@ -82,7 +83,7 @@ def read_scores(files: Files, rewards: Manifest | None, advantages: Manifest | N
         index: Score(
             _finite(scored.get(index, {}).get("reward")),
             _finite(normalized.get(index, {}).get("advantage")),
-            _figures(scored.get(index, {})) | _figures(normalized.get(index, {})),
+            _figures(scored.get(index, {}), seconds="scoring_seconds") | _figures(normalized.get(index, {})),
         )
         for index in scored.keys() | normalized.keys()
     }
@@ -124,7 +125,7 @@ def read_part(
             frames=_frames(values),
             reward=score.reward,
             advantage=score.advantage,
-            figures=dict(score.figures) | _figures(values),
+            figures=dict(score.figures) | _figures(values, seconds="engine_seconds"),
         )
 
 
@@ -169,9 +170,10 @@ def _hidden(name: str) -> bool:
     return name.endswith("_digest") or name == "conditioning_id"
 
 
-def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
+def _figures(row: Mapping[str, Any], seconds: str = "seconds") -> dict[str, Any]:
+    """Rollout and rewards have a column `seconds` each: it goes by another name."""
     return {
-        name: _finite(value) if isinstance(value, float) else value
+        (seconds if name == "seconds" else name): _finite(value) if isinstance(value, float) else value
         for name, value in row.items()
         if name not in _APART and not _hidden(name) and isinstance(value, bool | int | float | str)
     }

@@ -52,8 +52,17 @@ def bytes_text(count: float) -> str:
 
 
 def several(count: int, noun: str) -> str:
-    """1 engine, 2 engines."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+    """1 engine, 2 engines, 2,000 engines."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def fork_text(record: Mapping[str, Any]) -> str:
+    """Where a run comes from, by its run.json; nothing where it is no fork."""
+    parent = record.get("parent")
+    if not parent:
+        return ""
+    chosen = f", from attempt {parent['attempt']}" if parent["attempt"] else ""
+    return f"a fork of {parent['run']} at iteration {parent['iteration']}{chosen}"
 
 
 def seconds_text(seconds: float) -> str:

@@ -29,7 +29,8 @@ function figuresOf(row) {
     ["group", row.group], ["seed", row.seed],
   ];
   const further = Object.entries(block.figures).map(([name, values]) => [name, Array.isArray(values) ? values[at] : values]);
-  return [...own, ...further].filter(([, value]) => value !== null && value !== undefined);
+  const attempts = Object.entries(block.attempts).map(([stage, attempt]) => [`${stage} attempt`, attempt]);
+  return [...own, ...attempts, ...further].filter(([, value]) => value !== null && value !== undefined);
 }
 
 /** A figure by name, or null where the image has none. */
@@ -48,8 +49,8 @@ function pictureOf(row) {
 }
 
 function shown(value, digits = 5) {
-  if (typeof value !== "number" || Number.isInteger(value)) return String(value);
-  return String(Number(value.toPrecision(digits)));
+  if (typeof value !== "number") return String(value);
+  return String(Number.isInteger(value) ? value : Number(value.toPrecision(digits))).replaceAll("-", "−");
 }
 
 function signed(value) {

@@ -59,19 +59,32 @@ function gathered(some, keyOf) {
   return [...found.values()];
 }
 
+/** What a group is sorted by: its mean reward, the span of its advantages, or the first of its images in their order. */
+function groupKey(members, key) {
+  const values = members.map((row) => row[key]).filter((value) => value !== null);
+  if (!values.length) return null;
+  if (key === "advantage") return Math.max(...values) - Math.min(...values);
+  if (key === "reward") return figure(members[0], "group_mean") ?? values.reduce((a, b) => a + b) / values.length;
+  return values[0];
+}
+
 function groupSections(some, wanted) {
-  const groups = gathered(some, (row) => `${row.iteration}/${row.group}`);
-  if (wanted.sort === "iteration" && wanted.order === "down") groups.reverse();
-  return groups.map((members) => {
-    const [{ iteration, group, prompt, block }] = members;
-    const [mean, spread] = ["group_mean", "group_std"].map((name) => figure(members[0], name));
+  const groups = gathered(some, (row) => `${row.iteration}/${row.group}`).map((members) => {
+    const images = sorted(members, wanted.sort, wanted.order);
+    return { images, iteration: members[0].iteration, sample: members[0].sample, key: groupKey(images, wanted.sort) };
+  });
+  return sorted(groups, "key", wanted.order).map(({ images }) => {
+    const [{ iteration, group, prompt, block }] = images;
+    const [mean, spread] = ["group_mean", "group_std"].map((name) => figure(images[0], name));
     const { total, ranks } = block.groups[group];
     const parts = [`iteration ${iteration}, group ${group}`];
     if (mean !== null) parts.push(`mean ${shown(mean)}, spread ${shown(spread)}`);
+    const span = groupKey(images, "advantage");
+    if (span !== null) parts.push(`advantages ${shown(span, 3)} apart`);
     parts.push(ranks.length < total
       ? `${ranks.length} of ${total} in this page, by reward number ${ranks.join(", ")}`
-      : `${total} images`);
-    return { title: prompt, detail: parts.join(" · "), rows: sorted(members, wanted.sort, wanted.order) };
+      : `${total} image${total === 1 ? "" : "s"}`);
+    return { title: prompt, detail: parts.join(" · "), rows: images };
   });
 }
 
@@ -118,27 +131,37 @@ function set(values) {
 
 // The curve
 
-const curve = document.querySelector("#curve svg");
+const inPage = new Set(rows.map((row) => row.iteration)), leftOut = new Set(page.left_out);
 
-function pointAt(event) {
+/** The point that is nearest to the pointer, in the wide curve or the narrow one. */
+function pointAt({ currentTarget: curve, clientX, clientY }) {
   const { left, right, first, last } = curve.dataset;
-  const box = curve.getScreenCTM().inverse();
-  const x = box.a * event.clientX + box.e;
-  const share = (x - left) / (right - left);
-  const iteration = Number(first) + share * (last - first);
+  const x = new DOMPoint(clientX, clientY).matrixTransform(curve.getScreenCTM().inverse()).x;
+  const iteration = Number(first) + (x - left) / (right - left) * (last - first);
   return page.points.reduce((best, p) => (Math.abs(p[0] - iteration) < Math.abs(best[0] - iteration) ? p : best));
 }
 
+function describe(event) {
+  const [iteration, mean, low, high, zero] = pointAt(event);
+  const spread = zero === null ? "" : `, ${Math.round(zero * 100)}% of groups without spread`;
+  const absent = inPage.has(iteration) ? "" : " · not in this page";
+  $("curve-says").textContent = `iteration ${iteration}: mean ${shown(mean)}, ${shown(low)} to ${shown(high)}${spread}${absent}`;
+}
+
+function choose(event) {
+  const [iteration] = pointAt(event);
+  if (inPage.has(iteration)) set({ from: iteration, to: iteration });
+  else {
+    const why = leftOut.has(iteration) ? "the list above says why" : `write one that shows it with --iterations ${iteration}, or all`;
+    $("curve-says").textContent = `The images of iteration ${iteration} are not in this page: ${why}.`;
+  }
+}
+
 if (page.points.length) {
-  curve.addEventListener("pointermove", (event) => {
-    const [iteration, mean, low, high, zero] = pointAt(event);
-    const spread = zero === null ? "" : `, ${Math.round(zero * 100)}% of groups without spread`;
-    $("curve-says").textContent = `iteration ${iteration}: mean ${shown(mean)}, ${shown(low)} to ${shown(high)}${spread}`;
-  });
-  curve.addEventListener("click", (event) => {
-    const [iteration] = pointAt(event);
-    set({ from: iteration, to: iteration });
-  });
+  for (const curve of document.querySelectorAll("#curve svg")) {
+    curve.addEventListener("pointermove", describe);
+    curve.addEventListener("click", choose);
+  }
 } else $("curve-says").hidden = true;
 
 // One image, large

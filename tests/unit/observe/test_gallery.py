@@ -15,7 +15,7 @@ from flows.cli import main as cli
 from miles_core.errors import InputError
 from miles_core.observe.gallery import Gallery, make_gallery, select_iterations
 from miles_core.observe.gallery_budget import ALWAYS, always, fair_shares, in_turn
-from miles_core.observe.gallery_page import left_out
+from miles_core.observe.gallery_page import left_out, told
 from miles_core.store.run_store import RunStore
 
 BIG = 10**8
@@ -152,6 +152,19 @@ def test_what_cannot_be_read_is_left_out_and_named(tmp_path: Path) -> None:
     assert [reason.split(":")[0] for reason in left_out(made)] == ["iteration 0", "iteration 1", "iteration 4"]
     with pytest.raises(InputError, match="no image to show.*iteration 4: its rollout is not committed yet"):
         gallery(store, iterations=[4])
+
+
+def test_evaluations_are_on_the_curve_and_one_is_no_plural(tmp_path: Path) -> None:
+    run = SyntheticRun(FolderRoot(tmp_path).files, "r")
+    run.iterate(0)
+    for iteration, mean in ((-1, 0.25), (0, 0.5)):
+        summary = {"sets": {"held-out": {"reward_mean": mean}}}
+        run.put("evaluation", iteration, {}, lambda *_, summary=summary: ([], summary))
+    made = gallery(run.draw_line())
+    html = made.html.decode()
+    assert html.count(">evaluation: held-out</text>") == 2, "the wide curve and the narrow one"
+    assert "8 of 8 images of 1 iteration ·" in html
+    assert told(made, "x.html")[0].startswith("8 of 8 images of 1 iteration, ")
 
 
 def test_no_text_of_a_run_becomes_markup(root: Root) -> None:

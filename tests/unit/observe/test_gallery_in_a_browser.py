@@ -1,9 +1,11 @@
 """The gallery's page in a real browser, opened from a file."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from browser import Page
 from made_up import HOSTILE, HostileRun, NoiseRun
@@ -16,10 +18,12 @@ from miles_core.store.run_store import RunStore
 CARDS = "[...document.querySelectorAll('.card')].sort((a, b) => a.dataset.number - b.dataset.number)"
 
 
-def shown(page: Page, store: RunStore, folder: Path, max_bytes: int = 10**8) -> None:
+def shown(
+    page: Page, store: RunStore, folder: Path, max_bytes: int = 10**8, iterations: list[int] | None = None
+) -> None:
     """Write a run's gallery and open it."""
     path = folder / "gallery.html"
-    path.write_bytes(make_gallery(store, store.iterations(), max_bytes, ("miles lineage r", "")).html)
+    path.write_bytes(make_gallery(store, iterations or store.iterations(), max_bytes, ("miles lineage r", "")).html)
     page.events.clear()
     page.size(1200, 900)
     page.open(path)
@@ -39,6 +43,18 @@ def page(browser: Page, tmp_path: Path) -> Page:
 def order(page: Page, name: str) -> list[Any]:
     found: list[Any] = page.js(f"list.order.map((row) => row.{name})")
     return found
+
+
+def click(page: Page, share: float) -> None:
+    """Click the curve that is in view at a share of its iterations, 0 the first."""
+    x, y = page.js(
+        "(() => { const svg = [...document.querySelectorAll('#curve svg')].find((s) => s.clientWidth);"
+        f" const at = +svg.dataset.left + (svg.dataset.right - svg.dataset.left) * {share};"
+        " const { x, y } = new DOMPoint(at, 90).matrixTransform(svg.getScreenCTM()); return [x, y]; })()"
+    )
+    for kind in ("mousePressed", "mouseReleased"):
+        page.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+    page.settle()
 
 
 def quiet(page: Page) -> None:
@@ -85,6 +101,8 @@ def test_filter(page: Page) -> None:
 
 def test_a_group_stands_side_by_side(page: Page) -> None:
     page.choose("view", "groups")
+    page.choose("sort", "iteration")
+    page.choose("order", "up")
     sections = page.js("list.sections.map((s) => [s.title, s.detail, s.rows.map((row) => row.group)])")
     assert len(sections) == 21
     for number, (_, detail, groups) in enumerate(sections):
@@ -92,6 +110,26 @@ def test_a_group_stands_side_by_side(page: Page) -> None:
         assert detail.startswith(f"iteration {number // 7}, group {number} · mean ") and detail.endswith("4 images")
     tops = page.js(f"{CARDS}.slice(0, 4).map((c) => c.getBoundingClientRect().top)")
     assert len(set(tops)) == 1
+    quiet(page)
+
+
+def test_groups_are_sorted_by_mean_reward_span_of_advantages_iteration_and_seed(page: Page) -> None:
+    page.choose("view", "groups")
+    rewards = [[reward_of(s, g) for s in range(g * 4, g * 4 + 4)] for g in range(21)]
+    by = {
+        "reward": [sum(r) / 4 for r in rewards],
+        "advantage": [(max(r) - min(r)) / (float(np.std(r)) + 1e-4) for r in rewards],
+        "iteration": [float(g // 7) for g in range(21)],
+        "seed": [float(g) for g in range(21)],
+    }
+    for sort, keys in by.items():
+        for way, sign in (("down", -1), ("up", 1)):
+            page.choose("sort", sort)
+            page.choose("order", way)
+            groups = page.js("list.sections.map((s) => s.rows[0].group)")
+            assert sorted(groups) == list(range(21))
+            found = [sign * keys[g] for g in groups]
+            assert all(a <= b + 1e-4 for a, b in itertools.pairwise(found)), (sort, way, groups)
     quiet(page)
 
 
@@ -111,12 +149,13 @@ def test_a_prompt_stands_beside_itself_over_the_iterations(page: Page) -> None:
     quiet(page)
 
 
-def test_an_image_opens_with_every_figure_and_the_keys_lead_on(page: Page) -> None:
+def test_an_image_opens_with_every_figure_and_the_keys_lead_on(page: Page, tmp_path: Path) -> None:
     page.js("list.focus(0)")
     page.key("ArrowRight")
     page.key("Enter")
     assert page.js("large.open")
-    row = page.js("(({ iteration, sample, reward, seed }) => ({ iteration, sample, reward, seed }))(list.order[1])")
+    names = "iteration, sample, group, reward, seed"
+    row = page.js(f"(({{ {names} }}) => ({{ {names} }}))(list.order[1])")
     figures = dict(
         page.js(
             "[...document.querySelectorAll('#large-figures tr')].map((r) => [...r.children].map((c) => c.innerText))"
@@ -124,6 +163,12 @@ def test_an_image_opens_with_every_figure_and_the_keys_lead_on(page: Page) -> No
     )
     assert figures["reward"] == f"{row['reward']:g}" and figures["seed"] == str(row["seed"])
     assert {"advantage", "group_mean", "score_jpeg_compressibility", "noise_level", "width", "kept"} <= set(figures)
+    assert (figures["rm_type"], figures["rm_version"]) == ("jpeg_compressibility", "jpeg_compressibility-1")
+    assert (figures["engine_seconds"], figures["scoring_seconds"]) == (str(1 + row["group"] % 5), "0.01")
+    store = RunStore(FolderRoot(tmp_path / "runs").files, "r")
+    for stage in ("rollout", "rewards", "advantages"):
+        made = store.on_line(stage, row["iteration"])
+        assert made and figures[f"{stage} attempt"] == made.attempt
     command = page.js("document.getElementById('large-command').textContent")
     assert command == f"miles lineage r {row['iteration']} {row['sample']}"
     first = page.js("document.getElementById('large-picture').src")
@@ -140,13 +185,70 @@ def test_an_image_opens_with_every_figure_and_the_keys_lead_on(page: Page) -> No
 
 
 def test_a_click_on_the_curve_shows_that_iteration(page: Page) -> None:
-    box = page.js("(({ left, top, width, height }) => [left, top, width, height])(curve.getBoundingClientRect())")
-    x, y = box[0] + box[2] * 0.55, box[1] + box[3] / 2
-    for kind in ("mousePressed", "mouseReleased"):
-        page.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
-    page.settle()
-    assert set(order(page, "iteration")) == {1}
+    for width in (1200, 420):
+        page.size(width, 900)
+        page.js("form.reset()")
+        click(page, 1 / 2)
+        assert set(order(page, "iteration")) == {1}
+        page.wait(lambda: len(order(page, "sample")) == 28, "the iteration")
     quiet(page)
+
+
+def test_an_iteration_that_is_not_in_the_page_says_so(browser: Page, tmp_path: Path) -> None:
+    run = SyntheticRun(FolderRoot(tmp_path / "runs").files, "r")
+    for iteration in range(5):
+        run.iterate(iteration)
+    shown(browser, run.draw_line(), tmp_path, iterations=[2, 3])
+    says = "document.getElementById('curve-says').textContent"
+    assert browser.js(says) == "Click an iteration with a dot to see its images. The others are not in this page."
+    dots = browser.js("document.querySelector('.wide .marked').getAttribute('d')")
+    assert dots.count("M") == 2
+    assert "of 1 iteration " not in browser.js("document.querySelector('.facts').innerText")
+    click(browser, 0)
+    assert browser.js(says) == (
+        "The images of iteration 0 are not in this page: write one that shows it with --iterations 0, or all."
+    )
+    assert len(order(browser, "sample")) == 16
+    click(browser, 3 / 4)
+    assert set(order(browser, "iteration")) == {3}
+    quiet(browser)
+
+
+def test_the_labels_of_the_curve_can_be_read_on_a_narrow_screen(page: Page) -> None:
+    for width in (1200, 901, 900, 420):
+        page.size(width, 900)
+        heights = page.js(
+            "[...document.querySelectorAll('#curve svg text')].map((t) => t.getBoundingClientRect().height)"
+            ".filter((h) => h)"
+        )
+        assert heights and min(heights) > 9, (width, heights)
+        assert page.js("document.documentElement.scrollWidth") <= width
+
+
+def test_negative_numbers_have_a_true_minus(page: Page) -> None:
+    page.choose("order", "up")
+    page.js("openLarge(0)")
+    text = page.js("document.getElementById('large-figures').innerText")
+    assert "advantage\t−" in text and "\t-" not in text
+
+
+def test_a_fork_says_so_and_whose_attempts_it_shows(browser: Page, tmp_path: Path) -> None:
+    files = FolderRoot(tmp_path / "runs").files
+    run = SyntheticRun(files, "p")
+    run.iterate(0)
+    line = (run.draw_line().record() or {})["line"]
+    own = SyntheticRun(files, "f").store
+    parent = {"run": "p", "iteration": 1, "stage": "rewards", "attempt": None, "kept": {}}
+    kept = {slot: f"p/{attempt}" for slot, attempt in line.items()}
+    own.update_record(lambda record: record | {"line": kept, "parent": parent})
+    shown(browser, own, tmp_path)
+    assert browser.js("document.querySelector('.fork').innerText") == "a fork of p at iteration 1"
+    browser.js("openLarge(0)")
+    attempt = line["000000/rewards"]
+    assert f"rewards attempt\tp/{attempt}" in browser.js("document.getElementById('large-figures').innerText")
+    shown(browser, run.store, tmp_path)
+    assert browser.js("document.querySelector('.fork').hidden")
+    quiet(browser)
 
 
 def test_prompts_are_text(browser: Page, tmp_path: Path) -> None:

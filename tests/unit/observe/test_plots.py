@@ -1,5 +1,6 @@
 """The reward curve: from manifests alone, every figure where it belongs."""
 
+import itertools
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -9,7 +10,7 @@ from roots import FolderRoot, Root
 from synthetic_run import SyntheticRun
 
 from miles_core.observe.history import History
-from miles_core.observe.plots import Point, reward_points, reward_svg, svg_url
+from miles_core.observe.plots import Point, reward_svg, svg_url
 
 SVG = "{http://www.w3.org/2000/svg}"
 POINTS = [Point(i, mean=i / 10, low=-1.0, high=1.0, zero_std=0.5 if i == 2 else 0.0) for i in range(5)]
@@ -34,7 +35,9 @@ def test_the_points_are_what_the_manifests_say_and_no_row_is_read(root: Root) ->
     for name in root.names():
         if name.endswith(".parquet"):
             root.remove(name)
-    points = reward_points(store)
+    history = History(store)
+    history.refresh()
+    points = history.points()
     assert [p.iteration for p in points] == [0, 1, 2, 3]
     rewards = store.on_line("rewards", 1)
     assert rewards
@@ -52,7 +55,7 @@ def test_an_iteration_whose_rewards_are_no_numbers_is_no_point(tmp_path: Path) -
     store = run.draw_line()
     history = History(store)
     history.refresh()
-    assert [p.iteration for p in reward_points(store)] == [p.iteration for p in history.points()] == [0]
+    assert [p.iteration for p in history.points()] == [0]
 
 
 def test_the_mean_is_a_line_inside_the_band() -> None:
@@ -88,6 +91,32 @@ def test_several_scorers_and_further_curves_have_a_line_and_a_name_each() -> Non
     assert all(0 <= y <= 300 for line in svg.findall(f"{SVG}polyline") for _, y in pairs(line))
     one = [Point(i, 0.5, 0.0, 1.0, {"ocr": 0.5}) for i in range(5)]
     assert len(drawn(reward_svg(one)).findall(f"{SVG}polyline")) == 1, "one scorer's curve is the reward's"
+
+
+def test_a_further_value_that_is_no_number_is_not_drawn() -> None:
+    svg = reward_svg(POINTS, further={"lost": {0: float("nan")}, "kept": {0: 0.2, 2: float("inf"), 4: 0.3}})
+    assert "nan" not in svg and "inf" not in svg and "lost" not in svg
+    assert [len(pairs(line)) for line in drawn(svg).findall(f"{SVG}polyline")] == [2, 5]
+
+
+def test_a_dot_stands_on_the_mean_of_each_marked_iteration() -> None:
+    svg = drawn(reward_svg(POINTS, marked={1, 4, 9}, mark="in this page"))
+    (line,), (dots,) = svg.findall(f"{SVG}polyline"), svg.findall(f"{SVG}path")
+    places = [(float(x), float(y)) for x, y in re.findall(r"M([\d.]+) ([\d.]+)h0", dots.get("d", ""))]
+    assert places == [pairs(line)[1], pairs(line)[4]]
+    assert "● in this page" in [t.text for t in svg.findall(f"{SVG}text")]
+    assert not drawn(reward_svg(POINTS, marked={9}, mark="in this page")).findall(f"{SVG}path")
+
+
+def test_a_narrow_curve_breaks_its_legend_and_has_fewer_labels() -> None:
+    points = [Point(i, 0.5, -1.0, 1.0) for i in range(300)]
+    svg = drawn(reward_svg(points, further={"evaluation: held-out": {0: 0.2, 4: 1.5}}, width=400, height=260))
+    texts = [(float(t.get("x", "")), float(t.get("y", "")), t.text or "") for t in svg.findall(f"{SVG}text")]
+    assert len({y for _, y, text in texts if "mean reward" in text or "evaluation" in text}) == 2
+    assert all(x + 6.6 * len(text) <= 400 for x, y, text in texts if y < 40)
+    feet = sorted(x for x, y, _ in texts if y > 250)
+    assert len(feet) <= 7 and all(b - a > 30 for a, b in itertools.pairwise(feet))
+    assert "−1" in [text for _, _, text in texts] and not any("-1" in text for _, _, text in texts)
 
 
 @pytest.mark.parametrize("points", [[], POINTS[:1], [Point(3, 0.0, 0.0, 0.0), Point(9, 0.0, 0.0, 0.0)]])

@@ -56,6 +56,7 @@ def test_a_row_joins_rollout_rewards_and_advantages(root: Root) -> None:
         mean, std = row.figures["group_mean"], row.figures["group_std"]
         assert row.advantage == pytest.approx((row.reward - mean) / (std + 1e-4))
         assert row.figures["score_jpeg_compressibility"] == row.reward
+        assert (row.figures["engine_seconds"], row.figures["scoring_seconds"]) == (1.0 + row.group_index % 5, 0.01)
         assert not {"row_digest", "latents_digest", "log_probs", "prompt", "engine"} & set(row.figures)
     unscored = [row for part in rollout.data for row in read_part(root.files, 0, part, {})]
     assert [(row.reward, row.advantage) for row in unscored] == [(None, None)] * 8

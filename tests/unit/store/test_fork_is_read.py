@@ -81,7 +81,7 @@ def test_the_history_and_the_images_of_a_fork_begin_with_its_parents(fork: RunSt
     assert {i: m.held_by for i, m in on_line(fork, "rollout").items()} == {0: "r", 1: "r"}
     history = History(fork)
     history.refresh()
-    assert len(history.points()) == 1 and len(history.table()) == 2
+    assert len(history.points()) == 1 and len(history.table(300)) == 2
     read = dict(history._read)
     history.refresh()
     assert all(history._read[key] is read[key] for key in read), "what was read is not read again"

@@ -59,7 +59,7 @@ def inspect(
         gallery: also write the page that `miles gallery` writes, under the worker's MILES_HOME.
         artifact_root: folder of all runs; unset: MILES_ARTIFACT_ROOT, else the user's data folder.
     """
-    with told(f"inspect of {run}", run, shlex.join(["miles", "show", run]), key="inspect-failure"):
+    with told(f"inspect of {run}", run, shlex.join(["miles", "show", run]), key="inspect-fault"):
         log = get_run_logger()
         store, _ = open_run(run, artifact_root)
         chosen = select_iterations(iterations, store.iterations())

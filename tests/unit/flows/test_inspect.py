@@ -68,11 +68,11 @@ def test_a_fault_leaves_nothing_but_its_own_artifact(run: str, root: str) -> Non
     synthetic_run(Files(root), run, 1, 1, 2, 8)
     with pytest.raises(InputError):
         inspect(run, artifact_root=root, **FAULTS[run])
-    assert set(artifacts(run)) == {"inspect-failure"}
+    assert set(artifacts(run)) == {"inspect-fault"}
 
 
 def test_a_run_without_iterations_is_refused(root: str) -> None:
     SyntheticRun(Files(root), "empty", 1, 2).draw_line()
     with pytest.raises(InputError, match="no iteration yet"):
         inspect("empty", artifact_root=root)
-    assert set(artifacts("empty")) == {"inspect-failure"}
+    assert set(artifacts("empty")) == {"inspect-fault"}

@@ -24,7 +24,7 @@ from miles_core.errors import StageError
 from miles_core.store.digest import canonical_json, sha256_hex
 from miles_core.store.process import machine, start_of
 
-START_SECONDS = 90
+START_SECONDS = 180
 Identity = tuple[int, float]
 
 

@@ -207,14 +207,14 @@ def test_a_flipped_byte_in_the_probe_is_found_by_sync_and_healed_by_the_next_com
 
 def test_two_commands_do_not_train_one_run(place: Place, trained: str) -> None:
     process = place.start(
-        "train", "tiny", "--num-rollout", "1", "--run-id", "two", MILES_FAULT="prompts:start:1:slow=60"
+        "train", "tiny", "--num-rollout", "1", "--run-id", "two", MILES_FAULT="prompts:start:1:slow=400"
     )
     while not (place.home / "artifacts/two/run.json").exists() and process.poll() is None:
         time.sleep(0.05)
     output = place.miles("train", "tiny", "--num-rollout", "1", "--run-id", "two", code=2)
     assert f"run two is being trained by process {process.pid} on" in output
     assert "its command ended" in place.miles("stop", "two")
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=200)
     assert process.returncode == 1
     assert "run the same command again to resume" in output
 

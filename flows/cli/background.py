@@ -34,7 +34,9 @@ class Background:
         """What was noted of the process at its start; None where it does not live."""
         try:
             record: dict[str, Any] = json.loads(self._note.read_text())
-            alive = psutil.Process(record["pid"]).create_time() == record["created"]
+            process = psutil.Process(record["pid"])
+            # One that was killed stands there until its parent asks for it.
+            alive = process.create_time() == record["created"] and process.status() != psutil.STATUS_ZOMBIE
         except (FileNotFoundError, ValueError, KeyError, TypeError, psutil.NoSuchProcess):
             return None
         return record if alive else None

@@ -242,7 +242,7 @@ def scheduled(api: Api, deployment: str) -> dict[str, Any] | None:
     runs = api.post(
         "/flow_runs/filter", {"flow_runs": {"deployment_id": {"any_": [deployment]}}, "sort": "START_TIME_ASC"}
     )
-    over = [run for run in runs if run["parameters"]["options"] and run["state_type"] in FINAL - {"CANCELLED"}]
+    over = [run for run in runs if run["parameters"].get("options") and run["state_type"] in FINAL - {"CANCELLED"}]
     return over[0] if over else None
 
 

@@ -18,15 +18,24 @@ class Api:
     url: str
 
     def post(self, path: str, body: dict[str, Any], code: int | None = None) -> Any:
-        answer = httpx.post(f"{self.url}{path}", json=body, timeout=60)
+        answer = self._asked("POST", path, json=body)
         if code is None:
             assert answer.is_success, answer.text
         else:
             assert answer.status_code == code, answer.text
         return answer.json()
 
+    def _asked(self, method: str, path: str, **more: Any) -> httpx.Response:
+        # A server with much to do answers 503, and the UI asks again.
+        for _ in range(20):
+            answer = httpx.request(method, f"{self.url}{path}", timeout=60, **more)
+            if answer.status_code != 503:
+                break
+            time.sleep(1)
+        return answer
+
     def get(self, path: str) -> Any:
-        answer = httpx.get(f"{self.url}{path}", timeout=60)
+        answer = self._asked("GET", path)
         assert answer.is_success, answer.text
         return answer.json()
 

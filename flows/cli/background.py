@@ -12,6 +12,7 @@ import psutil
 
 from miles_core.config.folders import home
 from miles_core.runtime.heads import end_process_group
+from miles_core.store.files import Files
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,10 @@ class Background:
                 cwd=self.folder,
             )
         created = psutil.Process(process.pid).create_time()
-        self._note.write_text(json.dumps({"pid": process.pid, "created": created, **facts}))
+        # As one: a half-written note would leave a process that nobody knows.
+        Files(str(self.folder)).replace(
+            self._note.name, json.dumps({"pid": process.pid, "created": created, **facts}).encode()
+        )
         return process
 
     def end(self, patience: float = 10) -> bool:

@@ -49,12 +49,10 @@ def select(step: Step, given: str, stages: tuple[StageName, ...]) -> Selection:
         return Selection((int(given),), (), False)
     if newest := _NEWEST.fullmatch(given):
         wanted = int(newest[1] or 1)
+        if not wanted:
+            raise InputError(f"{given!r} asks for no iteration: give latest, or latest:N with N from 1")
+        # None of a run that has just begun: a schedule that meets it has nothing to do.
         ready = [i for i in there if _ready(store, i, stages)]
-        if not ready or not wanted:
-            raise InputError(
-                f"run {store.run} has no iteration whose {' and '.join(_needed(stages))} are committed, so none is {given}: "
-                f"`miles show {store.run}` says how far it is"
-            )
         return Selection(tuple(ready[-wanted:]), (), newest[1] is not None)
     if bounds := _RANGE.fullmatch(given):
         first, end = (int(bounds[1] or 0), int(bounds[2]) if bounds[2] else None)

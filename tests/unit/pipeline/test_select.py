@@ -95,3 +95,9 @@ def test_what_names_no_iteration_is_refused(run: Line, given: str) -> None:
 def test_unscored_is_a_rule_for_rewards() -> None:
     with pytest.raises(InputError, match="rerun rewards, not update"):
         check_form("unscored", "update")
+
+
+def test_a_run_that_has_just_begun_has_no_newest_iteration(run: Line) -> None:
+    run.store.update_record(lambda record: record | {"line": {}})
+    for given in ("latest", "latest:3"):
+        assert chosen(run, given) == ()

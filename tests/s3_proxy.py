@@ -27,8 +27,8 @@ Fault = Callable[[Request], "Answer | None"]
 @dataclass(frozen=True)
 class Answer:
     """What the proxy does with a request: an answer of its own, after a pause (seconds); or the server's, where
-    `status` is 0, with the `drop`ped headers taken out of the request. `lose` hangs up instead of answering, `truncate`
-    in the middle of the answer."""
+    `status` is 0, with the `drop`ped headers taken out of the request. `then` is done, in a thread, before the client
+    hears of it. `lose` hangs up instead of answering, `truncate` in the middle of the answer."""
 
     status: int = 0
     code: str = ""
@@ -36,6 +36,7 @@ class Answer:
     lose: bool = False
     truncate: bool = False
     drop: tuple[str, ...] = ()
+    then: Callable[[], object] | None = None
 
 
 class Proxy:
@@ -96,6 +97,8 @@ class Proxy:
                 answer = self.fault(request) or Answer()
                 await asyncio.sleep(answer.pause)
                 data = _own(request, answer) if answer.status else await self._ask(request, answer.drop)
+                if answer.then:
+                    await asyncio.to_thread(answer.then)
                 if answer.lose:
                     break
                 writer.write(data[: len(data) // 2] if answer.truncate else data)

@@ -50,7 +50,6 @@ def _own_head(state: Path, run: str, idle_seconds: float, namespace: str | None)
             return note, head
         except StageError:
             end_head(note)
-    # Ray reads these once, when it is imported: one token for all heads of this process.
     token = os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(16)
     _use_token(token)
     note, head = start_head(state, token, run, idle_seconds)
@@ -63,10 +62,15 @@ def _own_head(state: Path, run: str, idle_seconds: float, namespace: str | None)
 
 
 def _use_token(token: str) -> None:
-    """Raises StageError where Ray was imported with another one."""
-    if "ray" in sys.modules and os.environ.get("RAY_AUTH_TOKEN") not in (None, token):
-        raise StageError("this process has used a Ray cluster with another token")
-    os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"] = "token", token
+    kept = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    changed = any(os.environ.get(name) != value for name, value in kept.items())
+    os.environ.update(kept)
+    if changed and "ray" in sys.modules:
+        from ray._raylet import AuthenticationTokenLoader, Config
+
+        # Ray reads them once; a process may have joined another cluster before.
+        Config.initialize("")
+        AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _connect(address: str, namespace: str | None, *, own: bool) -> None:

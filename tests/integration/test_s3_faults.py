@@ -164,26 +164,21 @@ def test_a_create_whose_answer_was_lost_is_told_from_a_lost_race(
 
 
 def test_an_edit_whose_answer_was_lost_counts_once_though_others_edited_since(
-    files: Files, proxy: Proxy, bucket: BucketRoot, s3_address: str, monkeypatch: pytest.MonkeyPatch
+    files: Files, proxy: Proxy, bucket: BucketRoot
 ) -> None:
-    """While our call waits to try again, three others count further."""
+    """Before our call hears anything, three others count further."""
 
     def count(data: bytes | None) -> bytes:
         return b"%d" % (int(data or 0) + 1)
 
-    proxy.fault = times(1, LOST, written)
-    lost: list[bytes | None] = []
-    ours = threading.Thread(target=lambda: lost.append(files.edit("there.json", count)))
-    monkeypatch.setattr(s3, "_FIRST_PAUSE", 2.0)
-    ours.start()
-    while not any(written(request) for request in proxy.seen):
-        time.sleep(0.01)
-    while bucket.get("there.json") != b"2":
-        time.sleep(0.01)
-    for _ in range(3):
-        files.edit("there.json", count)
-    ours.join()
-    assert lost == [b"5"]
+    def others_go_on(request: Request) -> Answer | None:
+        if not written(request) or next(calls):
+            return None
+        return Answer(lose=True, then=lambda: [files.edit("there.json", count) for _ in range(3)])
+
+    calls = itertools.count()
+    proxy.fault = others_go_on
+    assert files.edit("there.json", count) == b"5"
     assert bucket.get("there.json") == b"5"
 
 

@@ -63,6 +63,7 @@ VICTIMS = {
     "trainer": "ray::TrainerActor",
 }
 PATIENCE_SECONDS = 240
+NEVER = "never reached"
 
 
 @dataclass
@@ -192,7 +193,7 @@ def lane(case: Case, models: Path, base: dict[str, str], victim: str, points: li
         for one in there[:1]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
-        outcomes.append(Outcome(point, victim, bool(there), 1, 0.0, True, "" if reached else "never reached"))
+        outcomes.append(Outcome(point, victim, bool(there), 1, 0.0, True, "" if reached else NEVER))
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(5 if there else 0.1)
         outcomes[-1].seconds = time.monotonic() - started
@@ -310,13 +311,18 @@ def matrix(
 ) -> bool:
     """The lanes of all victims over the points they have not met; whether all ended with the same bits."""
     lanes = [] if given.afresh or not target("matrix").exists() else json.loads(target("matrix").read_text())["lanes"]
-    met = {(point, one["victim"]) for one in lanes for point in one["cells"] if one["same_bits"]}
+    met = {
+        (point, one["victim"])
+        for one in lanes
+        for point, what in one["cells"].items()
+        if one["same_bits"] and what != NEVER
+    }
     jobs = {}
     for victim in given.victims.split(","):
         points = [point for point in given.points.split(",") if (point, victim) not in met]
-        for n in range(0, len(points), given.chunk):
+        for n, some in enumerate(in_runs(points, given.chunk)):
             case = Case(home, f"{victim}-{n}", given.cli)
-            jobs[pool.submit(lane, case, models, base, victim, points[n : n + given.chunk], until)] = victim
+            jobs[pool.submit(lane, case, models, base, victim, some, until)] = victim
     good = True
     for job in as_completed(jobs):
         if outcomes := job.result():
@@ -324,6 +330,14 @@ def matrix(
             good = good and all(outcome.same for outcome in outcomes)
             write("matrix", matrix_figures(lanes), lanes=lanes)
     return good
+
+
+def in_runs(points: list[str], chunk: int) -> list[list[str]]:
+    """The points that one run can meet, a run each. A run's policy is made once: who is killed at its end does not come
+    by where it is committed again."""
+    alone = [point for point in points if point == "policy:end" and "policy:after_commit" in points]
+    others = [point for point in points if point not in alone]
+    return [alone] * bool(alone) + [others[n : n + chunk] for n in range(0, len(others), chunk)]
 
 
 def lane_report(victim: str, outcomes: list[Outcome], jobs: int) -> dict[str, object]:

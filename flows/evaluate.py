@@ -25,7 +25,7 @@ def evaluate(
     """Evaluate a policy of a run, or find it evaluated; gives the folder of the evaluation.
 
     Args:
-        run: name of the run, or latest: the one begun last.
+        run: name of the run, or latest: the one trained last.
         iteration: number of the iteration whose update made the policy; latest: the newest, init: the one that the run
             started from.
         options: options by concern that differ from the run's; only those that affect evaluation.

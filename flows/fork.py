@@ -31,7 +31,7 @@ def fork(
     what an attempt was made from. Nothing is copied. The deployment train carries it on, with the recipe `same`.
 
     Args:
-        run: name of the run that is kept, or latest: the one begun last.
+        run: name of the run that is kept, or latest: the one trained last.
         iteration: the iteration from which on the new run is its own.
         run_id: name of the new run.
         stage: first stage of the iteration that is made again; unset: the first that the options change.

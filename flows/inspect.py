@@ -51,7 +51,7 @@ def inspect(
     of the run changes, and one that is being trained can be looked at.
 
     Args:
-        run: name of the run, or latest: the one begun last.
+        run: name of the run, or latest: the one trained last.
         iterations: whose images are shown, and which the gallery holds: latest, a number, FIRST:END (END left out), or all;
             of more than 20 the images of the newest 20 are shown. Questions and sql are over the whole run.
         questions: ready questions, each answered as a table; `miles query --questions` says what they ask.

@@ -54,7 +54,7 @@ def rerun_stage(
     committed with the same inputs and options is reused. An iteration that fails does not keep the others back.
 
     Args:
-        run: name of the run, or latest: the one begun last.
+        run: name of the run, or latest: the one trained last.
         iterations: a number; FIRST:END, END left out; latest, or latest:3 for the newest three; failed: where a stage
             made is missing, damaged or was never finished; unscored: where the rewards are missing.
         stage: the stage.

@@ -19,6 +19,7 @@ from miles_core.pipeline.evaluation import missing
 from miles_core.pipeline.iteration import finished
 from miles_core.pipeline.stage import library_versions, versions_told
 from tasks.failure import told
+from tasks.restarts import refuse_in_vain
 
 
 def _name() -> str:
@@ -42,6 +43,7 @@ def train(recipe: Recipe = "tiny", options: Options = NONE) -> dict[str, Any]:
     name = changes.get("run_id") or recipe
     command = shlex.join(["miles", "train", recipe, *as_flags(changes)])
     with told(f"run {name}", name, command), train_session(recipe, changes, flow_run.id) as session:
+        refuse_in_vain(session.store)
         run, root = session.store.run, session.store.files.root
         total = session.config.run.num_rollout
         print(f"run {run} · {total} iterations · artifacts {session.store.files.url(run)}", flush=True)

@@ -3,16 +3,16 @@
 import contextlib
 import json
 import subprocess
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from miles_core.config.folders import home
 from miles_core.runtime.heads import end_process_group
-from miles_core.store.files import Files
+from miles_core.store.process import start_of
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,17 @@ class Background:
         """What was noted of the process at its start; None where it does not live."""
         try:
             record: dict[str, Any] = json.loads(self._note.read_text())
-            process = psutil.Process(record["pid"])
-            # One that was killed stands there until its parent asks for it.
-            alive = process.create_time() == record["created"] and process.status() != psutil.STATUS_ZOMBIE
-        except (FileNotFoundError, ValueError, KeyError, TypeError, psutil.NoSuchProcess):
+            return record if start_of(record["pid"]) == record["started"] else None
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
-        return record if alive else None
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], **facts: Any) -> "subprocess.Popen[bytes]":
         """Start it in a session of its own, its output appended to the log; `facts` go into the record."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        begin = [sys.executable, "-m", "flows.cli.begin", str(self._note), json.dumps(facts)]
         with self.log.open("ab") as log:
             process = subprocess.Popen(
-                list(command),
+                [*begin, *command],
                 env=dict(environment),
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -55,11 +53,8 @@ class Background:
                 start_new_session=True,
                 cwd=self.folder,
             )
-        created = psutil.Process(process.pid).create_time()
-        # As one: a half-written note would leave a process that nobody knows.
-        Files(str(self.folder)).replace(
-            self._note.name, json.dumps({"pid": process.pid, "created": created, **facts}).encode()
-        )
+        while process.poll() is None and (self.record() or {}).get("pid") != process.pid:
+            time.sleep(0.01)
         return process
 
     def end(self, patience: float = 10) -> bool:

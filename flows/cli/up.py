@@ -1,8 +1,9 @@
 """miles up: server, worker and deployments, to train from the browser."""
 
 import typer
+from filelock import FileLock
 
-from flows.cli.server import ensure_server, ui_address
+from flows.cli.server import SERVER, ensure_server, ui_address
 
 
 def up(
@@ -14,6 +15,13 @@ def up(
 ) -> None:
     """Start what the browser needs: a Prefect server (unless PREFECT_API_URL names one), a worker on this machine, and the
     deployments of prefect.yaml with their schedule and automations. Again is harmless; `miles down` ends it."""
+    SERVER.folder.mkdir(parents=True, exist_ok=True)
+    # Two at once would each find nothing there and make it.
+    with FileLock(SERVER.folder / "up.lock"):
+        _up(database, host, port)
+
+
+def _up(database: str | None, host: str, port: int | None) -> None:
     api = ensure_server(database, host, port)
     from flows.cli.worker import POOL, deploy, ensure_automations, ensure_worker
 

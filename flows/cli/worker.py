@@ -6,6 +6,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import yaml
 from filelock import FileLock
@@ -34,16 +35,29 @@ def deploy(api: str) -> list[str]:
 
 
 def ensure_automations() -> list[str]:
-    """Create the automations of automations.yaml that the server lacks; the names of all."""
+    """Make the server's automations those of automations.yaml, and leave switched off what somebody switched off; the names
+    of all."""
     from prefect.automations import Automation
     from prefect.client.orchestration import get_client
 
     wanted = yaml.safe_load(AUTOMATIONS_YAML.read_text())
     with get_client(sync_client=True) as client:
         for one in wanted:
-            if not client.read_automations_by_name(one["name"]):
+            there = client.read_automations_by_name(one["name"])
+            if not there:
                 Automation(**one).create()
+            elif _meaning(Automation(**one)) != _meaning(there[0]):
+                Automation(**one, id=there[0].id, enabled=there[0].enabled).update()
     return [one["name"] for one in wanted]
+
+
+def _meaning(automation: Any) -> dict[str, Any]:
+    """What an automation does, without what the server adds."""
+    told: dict[str, Any] = automation.model_dump(
+        mode="json", include={"description": True, "trigger": True, "actions": True}
+    )
+    told["trigger"].pop("id", None)
+    return told
 
 
 def ensure_worker(api: str) -> bool:

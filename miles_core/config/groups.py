@@ -19,6 +19,9 @@ class RunGroup(Group):
         None, "folder the user's own modules are found in; unset: where the command, or `miles up`, was given"
     )
     num_rollout: int = option(1, "iterations of the whole run; a larger number later carries on", ge=1, le=1_000_000)
+    refuse_other_versions: bool = option(
+        False, "stop where results made by another version of this program or of a library would be reused"
+    )
     keep_full_checkpoints: int = option(
         2,
         "full checkpoints kept, of the newest updates on the line, at least 2; 0: all. Adapters are kept for ever",

@@ -12,7 +12,7 @@ from miles_core.data.prompts import PROMPT_SETS, named_set
 from miles_core.errors import InputError
 from miles_core.families.resolve import TINY_SD3
 from miles_core.pipeline.inputs import Inputs, resolve_inputs
-from miles_core.pipeline.stage import library_versions
+from miles_core.pipeline.stage import library_versions, versions_told
 from miles_core.store.digest import sha256_hex
 from miles_core.store.files import Files, prove_conditional_put, reach
 from miles_core.store.lock import RunLock
@@ -60,6 +60,8 @@ def plan_run(config: RunConfig, recipe: str, begun_by: str | None = None, *, inp
     meaning = meaning_of(config, inputs)
     if record is not None:
         _refuse_other_meaning(name, record["meaning"], meaning)
+        if config.run.refuse_other_versions:
+            _refuse_other_versions(name, record.get("versions", {}))
     return Plan(recipe, config, inputs, store, record is not None, meaning)
 
 
@@ -81,6 +83,14 @@ def _refuse_other_meaning(name: str, then: dict[str, Any], now: dict[str, Any]) 
         raise InputError(
             f"run {name} was made with another meaning ({'; '.join(difference)}): give --new or another --run-id to "
             "start a run of its own, or the old values to carry this one on"
+        )
+
+
+def _refuse_other_versions(name: str, then: dict[str, str]) -> None:
+    if changed := versions_told(then, library_versions()):
+        raise InputError(
+            f"run {name} was begun with other versions ({', '.join(changed)}): install those, start another run, or leave "
+            "--refuse-other-versions out"
         )
 
 
@@ -141,7 +151,7 @@ def begin_run(plan: Plan, recipe: str, code_path: str, begun_by: str | None = No
 
 
 def open_run(name: str, root: str | None = None) -> tuple[RunStore, RunConfig]:
-    """An existing run and its configuration; `latest` is the one that was begun last, unless a run is called so.
+    """An existing run and its configuration; `latest` is the one whose line moved last, unless a run is called so.
 
     Raises InputError where there is none of that name.
     """
@@ -164,14 +174,15 @@ def any_run(root: str | None = None) -> bool:
 
 
 def _newest(files: Files) -> str:
-    begun = {}
+    moved = {}
     for name in runs(files):
         # One that cannot be read is told by `miles runs`.
         with contextlib.suppress(InputError):
-            begun[name] = float((RunStore(files, name).record() or {}).get("created_at", 0.0))
-    if not begun:
+            record = RunStore(files, name).record() or {}
+            moved[name] = tuple(float(record.get(when, 0.0)) for when in ("moved_at", "created_at"))
+    if not moved:
         raise InputError(f"there is no run under {files.root}: `miles train tiny` makes one")
-    return max(begun, key=lambda name: begun[name])
+    return max(moved, key=lambda name: moved[name])
 
 
 ROLES = {

@@ -164,9 +164,15 @@ def run_stage(step: Step, stage: StageName, upstream: Upstreams, compute: Comput
     started = time.time()
     found = find_stage(step, stage, upstream)
     if found:
+        changed = versions_told(found.versions, library_versions())
+        if changed and step.config.run.refuse_other_versions:
+            raise StageError(
+                f"{found.folder} was made by other versions ({', '.join(changed)}): --refuse-other-versions"
+            )
         if step.moves_line:
             step.store.move_line(found)
-        return Outcome(found, True, "same fingerprint, same inputs" + _other_versions(found), time.time() - started)
+        told = f", other versions: {', '.join(changed)}" if changed else ""
+        return Outcome(found, True, "same fingerprint, same inputs" + told, time.time() - started)
     reason = why(step, stage, upstream)
     wanted = stage_fingerprint(step, stage, {n: m.fingerprint for n, m in upstream.items()})
     attempt = step.store.open_attempt(stage, step.iteration, wanted, upstream, resumable=stage in RESUMABLE)
@@ -237,11 +243,6 @@ def why(step: Step, stage: StageName, upstream: Upstreams) -> str:
     if not reasons and step.force:
         return "asked for again"
     return ", ".join(reasons) or "an upstream stage was asked for differently"
-
-
-def _other_versions(manifest: Manifest) -> str:
-    changed = versions_told(manifest.versions, library_versions())
-    return f", other versions: {', '.join(changed)}" if changed else ""
 
 
 def versions_told(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

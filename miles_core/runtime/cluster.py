@@ -66,7 +66,7 @@ def _use_token(token: str) -> None:
     changed = any(os.environ.get(name) != value for name, value in kept.items())
     os.environ.update(kept)
     if changed and "ray" in sys.modules:
-        from ray._raylet import AuthenticationTokenLoader, Config
+        from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
         # Ray reads them once; a process may have joined another cluster before.
         Config.initialize("")

@@ -65,6 +65,8 @@ def _command(head: Head, address: str) -> list[str]:
         "--node-ip-address=127.0.0.1",
         f"--port={address.rsplit(':', 1)[1]}",
         "--include-dashboard=false",
+        "--include-log-monitor=false",
+        "--no-monitor",
         "--min-worker-port=0",
         "--max-worker-port=0",
         f"--temp-dir={head.folder}",

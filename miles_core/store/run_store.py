@@ -136,9 +136,14 @@ class RunStore:
         return line.kept(record, stage, iteration) if record else None
 
     def move_line(self, manifest: Manifest) -> None:
-        """Name this attempt on the run's line."""
+        """Name this attempt on the run's line; run.json's `moved_at` says when that last changed it."""
         moved = {line.slot(manifest.stage, manifest.iteration): line.entry(manifest, self.run)}
-        self.update_record(lambda record: record | {"line": record["line"] | moved})
+
+        def change(record: dict[str, Any]) -> dict[str, Any]:
+            slots = record["line"] | moved
+            return record if slots == record["line"] else record | {"line": slots, "moved_at": time.time()}
+
+        self.update_record(change)
 
     def line_iterations(self, stage: StageName) -> list[int]:
         """Iterations for which the line names an attempt at `stage`, ascending."""

@@ -40,6 +40,7 @@ TRAINER = "tests/unit/training/test_trainer.py::"
 RANKS = "tests/integration/test_trainer_ranks.py::"
 PROCESSES = "tests/integration/test_flags_of_processes.py::"
 OCR = "tests/integration/test_ocr_reward.py::"
+VERSIONS = "tests/unit/pipeline/test_versions.py::"
 LOOP = "tests/integration/test_train.py::"
 
 NO_WINDOW = {"diffusion_sde_window_range": None}
@@ -55,6 +56,9 @@ RUN: dict[str, Effect | OneChoice] = {
     "new": Effect(True, see.name_of_a_second_run, "tiny", "tiny-2"),
     "artifact_root": Effect("{}/else", see.root_of_the_artifacts, "/runs", "/else"),
     "code_path": Effect("/mine", see.recorded_code_path, "here", "/mine"),
+    "refuse_other_versions": Effect(
+        True, tests=(f"{VERSIONS}test_other_versions_are_refused_where_that_is_asked_for",)
+    ),
     "num_rollout": Effect(9, tests=(f"{LOOP}test_a_larger_number_of_iterations_carries_on",)),
     "keep_full_checkpoints": Effect(
         3,
@@ -284,7 +288,7 @@ STAGES_OF: dict[tuple[str, ...], str] = {
     (): """run_id new artifact_root code_path num_rollout keep_full_checkpoints keep_latents_iterations actor_num_nodes
         actor_num_gpus_per_node rollout_num_engines device distributed_timeout_minutes keep_actors actor_idle_minutes
         dp_replicate_size deterministic_mode rollout_parser_num_workers rollout_max_retries reward_max_retries
-        ocr_num_workers eval_interval skip_eval_before_train stop_on_eval_failure""",
+        refuse_other_versions ocr_num_workers eval_interval skip_eval_before_train stop_on_eval_failure""",
     ("policy",): "use_lora lora_rank lora_alpha lora_target_modules lora_init_weights",
     ("policy", "update"): "seed",
     ("policy", "rollout", "update", "evaluation"): "hf_checkpoint",

@@ -292,10 +292,13 @@ def test_show_tells_where_a_fork_stands(parent: Line, capsys: pytest.CaptureFixt
     assert f"{child.attempt('rollout', 1)}" in said and "of run parent" in said and "parent/iteration=000001" in said
 
 
-def test_latest_is_the_run_that_was_begun_last(parent: Line, places: dict[str, str]) -> None:
-    assert open_run(LATEST, parent.root.files.root)[0].run == "parent"
-    fork(parent, 1)
-    assert open_run(LATEST, parent.root.files.root)[0].run == "child"
+def test_latest_is_the_run_that_trained_last(parent: Line, places: dict[str, str]) -> None:
+    root = parent.root.files.root
+    child = fork(parent, 1)
+    assert open_run(LATEST, root)[0].run == "parent"
+    child.iterate(1)
+    assert open_run(LATEST, root)[0].run == "child"
+    parent.iterate(3)
+    assert open_run(LATEST, root)[0].run == "parent"
     Line.begin(parent.root, places, LATEST)
-    fork(parent, 1, "later")
-    assert open_run(LATEST, parent.root.files.root)[0].run == LATEST
+    assert open_run(LATEST, root)[0].run == LATEST

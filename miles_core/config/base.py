@@ -53,6 +53,27 @@ def _written(value: Any) -> Any:
     return value
 
 
+_OPTION_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+def _named(value: Any) -> Any:
+    """A mapping, or its words name=value."""
+    if isinstance(value, str):
+        value = dict(word.partition("=")[::2] for word in value.split())
+    if not isinstance(value, dict):
+        return value
+    named = {str(name).replace("-", "_"): _value(one) for name, one in sorted(value.items())}
+    for name in named:
+        if not _OPTION_NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is no option's name")
+    return named
+
+
+def _value(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+Named = Annotated[dict[str, str], BeforeValidator(_named)]
 Text = Annotated[str, BeforeValidator(_written)]
 Words = Annotated[Text, BeforeValidator(_words)]
 Ints = Annotated[tuple[int, ...], BeforeValidator(_parts)]

@@ -189,6 +189,23 @@ def needs(c: RunConfig) -> None:
         )
 
 
+# What an engine of ours gives its server itself.
+_OWN = (
+    "model_type model_path model_id backend served_model_name host port strict_ports warmup_mode dit_precision".split()
+)
+
+
+def engine(c: RunConfig) -> None:
+    options = c.rollout.sglang_options
+    if options and c.cluster.rollout_engine != "sglang":
+        raise ValueError(f"--sglang-{next(iter(options)).replace('_', '-')} needs --rollout-engine sglang")
+    for name in _OWN:
+        if name in options:
+            raise ValueError(f"--sglang-{name.replace('_', '-')} is given by the run itself: leave it out")
+    if options.get("batching_max_size", "1") != "1":
+        raise ValueError("--sglang-batching-max-size above 1 makes requests with several outputs fail: leave it out")
+
+
 CHECKS: tuple[Callable[[RunConfig], None], ...] = (
     batches,
     steps,
@@ -197,5 +214,6 @@ CHECKS: tuple[Callable[[RunConfig], None], ...] = (
     retention,
     ranks,
     evaluation,
+    engine,
     needs,
 )

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from miles_core.config.base import Group, IntPair, Ints, Names, Text, Words, option
+from miles_core.config.base import Group, IntPair, Ints, Named, Names, Text, Words, option
 
 Dtype = Literal["fp32", "bf16"]
 
@@ -38,8 +38,10 @@ class ClusterGroup(Group):
     actor_num_nodes: int = option(1, "nodes that train", ge=1, le=4096)
     actor_num_gpus_per_node: int = option(1, "trainer ranks a node; processes where device is cpu", ge=1, le=4096)
     rollout_num_engines: int = option(1, "rollout engines where device is cpu", ge=1, le=4096)
-    rollout_engine: Literal["diffusers"] = option(
-        "diffusers", "engine that generates: the embedded diffusers engine", affects=("rollout", "evaluation")
+    rollout_engine: Literal["diffusers", "sglang"] = option(
+        "diffusers",
+        "engine that generates: the embedded diffusers engine, or a sglang server of its own",
+        affects=("rollout", "evaluation"),
     )
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto", "device of trainer and engines; auto: cuda where there is one"
@@ -153,6 +155,12 @@ class RolloutGroup(Group):
     )
     rollout_seed: int = option(
         42, "seed of prompt order, samples and SDE steps", affects=("prompts", "rollout"), ge=0, lt=2**31
+    )
+    sglang_options: Named = option(
+        {},
+        "options of the sglang server by its own names; on a command line each as --sglang-NAME VALUE "
+        "(--sglang-attention-backend torch_sdpa)",
+        affects=("rollout", "evaluation"),
     )
     rollout_parser_num_workers: int = option(
         1, "processes that encode and write what the engines return", ge=1, le=1024

@@ -10,6 +10,7 @@ from miles_core.config.run_config import FIELDS, RunConfig, flag
 from miles_core.errors import InputError
 
 ENVIRONMENT_PREFIX = "MILES_SCRIPT_"
+ENGINE_OPTIONS = "sglang_options"
 _TWO_WORDS = {"eval_prompt_data"}
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 
@@ -28,7 +29,13 @@ def from_flags(tokens: Sequence[str]) -> dict[str, Any]:
         text, equals, value = token[2:].partition("=")
         name = text.replace("-", "_")
         if name == "extra_args":
-            changes |= from_flags(_split(value if equals else _take(token, rest, flags_allowed=True)))
+            more = from_flags(_split(value if equals else _take(token, rest, flags_allowed=True)))
+            changes |= more | _engine_options(changes.get(ENGINE_OPTIONS, {}) | more.get(ENGINE_OPTIONS, {}))
+        elif is_engine_option(name):
+            # A switch of the server stands alone.
+            alone = not equals and (not rest or rest[0].startswith("--"))
+            given = "true" if alone else value if equals else rest.pop(0)
+            changes |= _engine_options(changes.get(ENGINE_OPTIONS, {}) | {name.removeprefix("sglang_"): given})
         elif name in FIELDS and _is_switch(name):
             changes[name] = _switch(name, value) if equals else True
         elif name.startswith("no_") and name[3:] in FIELDS and _is_switch(name[3:]) and not equals:
@@ -39,6 +46,15 @@ def from_flags(tokens: Sequence[str]) -> dict[str, Any]:
             if name in _TWO_WORDS and not equals and rest and not rest[0].startswith("--"):
                 changes[name] = f"{changes[name]} {rest.pop(0)}"
     return changes
+
+
+def is_engine_option(name: str) -> bool:
+    """Whether it is passed on to the sglang server as it stands."""
+    return name.startswith("sglang_") and name not in FIELDS and not not_yet(name)
+
+
+def _engine_options(options: Mapping[str, str]) -> dict[str, Any]:
+    return {ENGINE_OPTIONS: dict(options)} if options else {}
 
 
 def to_flags(base: RunConfig, config: RunConfig, *, without: Collection[str] = ()) -> list[str]:
@@ -54,7 +70,9 @@ def as_flags(changes: Mapping[str, Any]) -> list[str]:
     """Changes as words of the command line; the inverse of `from_flags`."""
     words: list[str] = []
     for name, value in changes.items():
-        if _is_switch(name):
+        if name == ENGINE_OPTIONS and isinstance(value, Mapping):
+            words += [word for one, said in value.items() for word in (flag(f"sglang_{one}"), str(said))]
+        elif _is_switch(name):
             words.append(flag(name) if str(value).lower() in _TRUE else flag(f"no_{name}"))
         else:
             words += [flag(name), ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)]
@@ -68,6 +86,9 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         if not variable.startswith(ENVIRONMENT_PREFIX):
             continue
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+        if is_engine_option(name):
+            changes |= _engine_options(changes.get(ENGINE_OPTIONS, {}) | {name.removeprefix("sglang_"): value})
+            continue
         check_known(name, f"environment variable {variable}")
         changes[name] = _switch(name, value) if _is_switch(name) else value
     return changes

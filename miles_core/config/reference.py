@@ -29,5 +29,5 @@ NOT_YET = frozenset(
 
 
 def not_yet(name: str) -> bool:
-    """Whether the name (snake_case) is a known option that this version lacks; any sglang_ option is one."""
-    return name in NOT_YET or name.startswith("sglang_")
+    """Whether the name (snake_case) is a known option that this version lacks."""
+    return name in NOT_YET

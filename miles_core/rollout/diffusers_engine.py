@@ -7,6 +7,7 @@ alike: on the CPU in fp32 the model outputs of a request with one output are bit
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -79,7 +80,8 @@ class DiffusersEngine:
         with self._lock, torch.no_grad():
             started_at, clock = time.time(), time.perf_counter()
             components = self._awake()
-            steps = _sde_steps(request)
+            request.check_device(torch.cuda.is_available())
+            steps = request.sde_steps()
             conditioning = self._conditioning(components, request)
             latents, log_probs, sigmas, timesteps = self._denoise(components, request, conditioning, steps)
             images = _decode(components.vae, latents[-1]).float().cpu()
@@ -96,6 +98,10 @@ class DiffusersEngine:
                 started_at=started_at,
                 seconds=time.perf_counter() - clock,
             )
+
+    def answer(self, request: GenerateRequest, *, describe: bool) -> GenerateResult:
+        """What `generate` returns; the conditioning is in it either way."""
+        return self.generate(request)
 
     def update_weights(self, adapter: bytes, *, lora_alpha: int, lora_rank: int) -> SyncReply:
         """Replace the LoRA by `adapter` (safetensors bytes, PEFT names without `base_model.model.`).
@@ -138,6 +144,9 @@ class DiffusersEngine:
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
 
+    def when_gone(self, then: Callable[[], None]) -> None:
+        """Nothing to watch: it computes in this process."""
+
     def _move(self, device: torch.device) -> None:
         if self._components is None or self._device.type == "cpu":
             return
@@ -160,7 +169,7 @@ class DiffusersEngine:
 
     def _conditioning(self, components: EngineComponents, request: GenerateRequest) -> dict[str, Tensor]:
         found = {f"pos.{k}": v for k, v in self._encoded(components, request.prompt).items()}
-        if request.guidance_scale > 1 and request.negative_prompt is not None:
+        if request.guided and request.negative_prompt is not None:
             found |= {f"neg.{k}": v for k, v in self._encoded(components, request.negative_prompt).items()}
         return found
 
@@ -280,25 +289,6 @@ class _Lora:
     def _parameter(self, name: str) -> nn.Parameter:
         module, _, kind = name.removesuffix(".weight").rpartition(".")
         return cast(nn.Parameter, self._transformer.get_parameter(f"{module}.{kind}.{ADAPTER}.weight"))
-
-
-def _sde_steps(request: GenerateRequest) -> frozenset[int]:
-    """Steps taken as SDE steps. sglang accepts an empty or outlying list and silently makes none: refused here."""
-    if request.height % 16 or request.width % 16:
-        raise InputError(f"an image of {request.height} x {request.width} is not possible: give multiples of 16.")
-    if request.generator_device == "cuda" and not torch.cuda.is_available():
-        raise InputError("--diffusion-generator-device cuda needs a GPU here: give --diffusion-generator-device cpu.")
-    every = range(request.num_inference_steps)
-    if request.sde_type == "ode":
-        return frozenset()
-    if request.sde_step_indices is None:
-        return frozenset(every)
-    if not request.sde_step_indices or not set(request.sde_step_indices) <= set(every):
-        raise InputError(
-            f"the SDE steps {list(request.sde_step_indices)} are not steps of the schedule 0..{every[-1]}: "
-            "name at least one and none outside."
-        )
-    return frozenset(request.sde_step_indices)
 
 
 def _backend(request: GenerateRequest) -> SdeStepBackend:

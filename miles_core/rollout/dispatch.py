@@ -56,6 +56,10 @@ class EngineDispatch(Generic[Made], ABC):
     def _number(self, microgroup: list[Sample]) -> int:
         """The microgroup's number: what names its files, in sample order."""
 
+    def _undescribed(self, request: GenerateRequest) -> bool:
+        """Whether the request's conditioning is still to be written."""
+        return False
+
     @abstractmethod
     async def _store(self, number: int, result: Any, request: GenerateRequest, microgroup: list[Sample]) -> Made:
         """Have an engine's result (a reference) written. Raises HelperDied where that has to be made again."""
@@ -109,7 +113,8 @@ class EngineDispatch(Generic[Made], ABC):
                 )
 
     async def _attempt(self, engine: Any, number: int, request: GenerateRequest, microgroup: list[Sample]) -> Made:
-        result, receipt = engine.call("generate", request, self.digest, returns=2)
+        describe = self._undescribed(request)
+        result, receipt = engine.call("generate", request, self.digest, describe, returns=2)
         await asyncio.wait_for(_wait(receipt), self.workers.seconds)
         return await self._store(number, result, request, microgroup)
 
@@ -197,13 +202,15 @@ class Dispatcher(EngineDispatch[Microgroup]):
     def _number(self, microgroup: list[Sample]) -> int:
         return microgroup[0].index // self.workers.config.rollout.rollout_microgroup_size
 
+    def _identity(self, request: GenerateRequest) -> str:
+        dtype = self.workers.config.training.diffusion_forward_dtype
+        return conditioning_id(request.prompt, request.negative_prompt, self.encoder_digest, dtype)
+
+    def _undescribed(self, request: GenerateRequest) -> bool:
+        return self._identity(request) not in self.conditioning
+
     async def _store(self, number: int, result: Any, request: GenerateRequest, microgroup: list[Sample]) -> Microgroup:
-        identity = conditioning_id(
-            request.prompt,
-            request.negative_prompt,
-            self.encoder_digest,
-            self.workers.config.training.diffusion_forward_dtype,
-        )
+        identity = self._identity(request)
         lock = self._describing.setdefault(identity, asyncio.Lock())
         async with lock:
             if identity not in self.conditioning:

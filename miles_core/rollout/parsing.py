@@ -94,7 +94,7 @@ def evaluated_table(
         )
     for index, output in zip(sample_indices, result.outputs, strict=True):
         _check(index, output)
-    count, guided = len(result.outputs), any(name.startswith("neg.") for name in result.conditioning)
+    count = len(result.outputs)
     each = {
         "sample_index": list(sample_indices),
         "seed": [output.seed for output in result.outputs],
@@ -104,7 +104,7 @@ def evaluated_table(
         "eval_set": eval_set,
         "prompt_index": prompt_index,
         "prompt": request.prompt,
-        "negative_prompt": request.negative_prompt if guided else None,
+        "negative_prompt": request.negative_prompt if request.guided else None,
         "num_outputs": request.num_outputs,
         "height": request.height,
         "width": request.width,
@@ -155,13 +155,13 @@ def rollout_tables(
         *(_row(key, output, positions) for key, output in zip(samples, result.outputs, strict=True)), strict=True
     )
     indices, groups, seeds, images, sigmas, timesteps, log_probs, latents = (list(column) for column in columns)
-    count, guided = len(result.outputs), any(name.startswith("neg.") for name in result.conditioning)
+    count = len(result.outputs)
     trajectories = _trajectories(indices, positions, latents)
     values = {
         "sample_index": indices,
         "group_index": groups,
         "prompt": [request.prompt] * count,
-        "negative_prompt": [request.negative_prompt if guided else None] * count,
+        "negative_prompt": [request.negative_prompt if request.guided else None] * count,
         "conditioning_id": [conditioning_id] * count,
         "seed": seeds,
         "request_seed": [request.seed] * count,
@@ -198,7 +198,6 @@ def conditioning_table(result: GenerateResult, request: GenerateRequest, conditi
 
     Raises StageError for NaN or inf.
     """
-    guided = any(name.startswith("neg.") for name in result.conditioning)
     rows = []
     for name, tensor in sorted(result.conditioning.items()):
         if not torch.isfinite(tensor).all():
@@ -207,7 +206,7 @@ def conditioning_table(result: GenerateResult, request: GenerateRequest, conditi
             {
                 "conditioning_id": conditioning_id,
                 "prompt": request.prompt,
-                "negative_prompt": request.negative_prompt if guided else None,
+                "negative_prompt": request.negative_prompt if request.guided else None,
                 "name": name,
                 "dtype": str(tensor.dtype).removeprefix("torch."),
                 "shape": list(tensor.shape),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
+
+from miles_core.errors import InputError
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +34,35 @@ class GenerateRequest:
     sde_step_indices: tuple[int, ...] | None
     generator_device: str
 
+    @property
+    def guided(self) -> bool:
+        """Whether guidance is on."""
+        return self.guidance_scale > 1 and self.negative_prompt is not None
+
+    def sde_steps(self) -> frozenset[int]:
+        """Steps taken as SDE steps. Raises InputError for a request that cannot be met: sglang accepts an empty or outlying
+        list, and silently makes none."""
+        if self.height % 16 or self.width % 16:
+            raise InputError(f"an image of {self.height} x {self.width} is not possible: give multiples of 16.")
+        every = range(self.num_inference_steps)
+        if self.sde_type == "ode":
+            return frozenset()
+        if self.sde_step_indices is None:
+            return frozenset(every)
+        if not self.sde_step_indices or not set(self.sde_step_indices) <= set(every):
+            raise InputError(
+                f"the SDE steps {list(self.sde_step_indices)} are not steps of the schedule 0..{every[-1]}: "
+                "name at least one and none outside."
+            )
+        return frozenset(self.sde_step_indices)
+
+    def check_device(self, cuda: bool) -> None:
+        """Raises InputError where the noise is to be drawn on a GPU that the engine has not."""
+        if self.generator_device == "cuda" and not cuda:
+            raise InputError(
+                "--diffusion-generator-device cuda needs a GPU here: give --diffusion-generator-device cpu."
+            )
+
 
 @dataclass
 class GeneratedOutput:
@@ -50,7 +82,7 @@ class GenerateResult:
     """Outputs in order, and the conditioning once for the request.
 
     conditioning: `pos.encoder_hidden_states` (L, D), `pos.pooled_projections` (P,), and the same under `neg.`
-    when guidance is on.
+    when guidance is on; empty where it was not asked for.
     """
 
     outputs: list[GeneratedOutput]
@@ -58,6 +90,22 @@ class GenerateResult:
     engine: str = ""
     started_at: float = 0.0
     seconds: float = 0.0
+
+    def opened(self) -> GenerateResult:
+        """Itself; an engine elsewhere answers with what has to be decoded first."""
+        return self
+
+
+class Answer(Protocol):
+    """What an engine returns for a parser to open."""
+
+    @property
+    def engine(self) -> str: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    def opened(self) -> GenerateResult: ...
 
 
 @dataclass(frozen=True)
@@ -76,11 +124,17 @@ class RolloutEngine(Protocol):
     """Verbs of an engine. Each is idempotent where repeating makes sense (sleep, wake, stop). An engine that is asleep
     answers health and checksum, and raises StageError for generate and update_weights."""
 
+    name: str
+
     def start(self) -> None: ...
 
     def health(self) -> bool: ...
 
     def generate(self, request: GenerateRequest) -> GenerateResult: ...
+
+    def answer(self, request: GenerateRequest, *, describe: bool) -> Answer:
+        """The same to be opened elsewhere; with `describe` it holds the conditioning."""
+        ...
 
     def update_weights(self, adapter: bytes, *, lora_alpha: int, lora_rank: int) -> SyncReply:
         """Replace the LoRA by `adapter` (safetensors bytes, PEFT names without `base_model.model.`)."""
@@ -95,3 +149,7 @@ class RolloutEngine(Protocol):
     def wake(self) -> None: ...
 
     def stop(self) -> None: ...
+
+    def when_gone(self, then: Callable[[], None]) -> None:
+        """Call `then` where what computes ends on its own; an engine in this process never does."""
+        ...

@@ -3,8 +3,10 @@
 Tensors stay between actors: an engine's result goes to a parser by reference, a policy is read from the store.
 """
 
+import os
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import ray
@@ -12,7 +14,7 @@ import ray
 from miles_core.config import RunConfig
 from miles_core.errors import StageError
 from miles_core.rollout.microgroup import Microgroup
-from miles_core.rollout.protocol import GenerateRequest, GenerateResult, SyncReply
+from miles_core.rollout.protocol import Answer, GenerateRequest, RolloutEngine, SyncReply
 from miles_core.runtime.faults import fault_point
 from miles_core.runtime.fenced import FencedActor, Terms
 from miles_core.store.files import Files
@@ -31,35 +33,44 @@ class WrongPolicy(StageError):
     """An engine was asked to generate under a policy that it does not hold."""
 
 
+def _engine(name: str, config: RunConfig, checkpoint: str, family: str, device: str, logs: Path) -> RolloutEngine:
+    made: dict[str, Any] = {"name": name, "checkpoint": checkpoint, "family": family, "device": device}
+    made["dtype"] = config.training.diffusion_forward_dtype
+    if config.cluster.rollout_engine == "sglang":
+        from miles_core.rollout.sglang.engine import SglangEngine
+
+        seconds = 60.0 * config.cluster.distributed_timeout_minutes
+        log = logs / f"{name}.log"
+        return SglangEngine(**made, log=log, options=config.rollout.sglang_options, seconds=seconds)
+    from miles_core.rollout.diffusers_engine import DiffusersEngine
+
+    return DiffusersEngine(**made, lora_target_modules=config.lora.lora_target_modules)
+
+
 class EngineActor(FencedActor):
     """One rollout engine. `generate` returns two objects, so that the driver fetches the small one alone."""
 
     changes: ClassVar = frozenset({"load_policy"})
 
-    def __init__(self, terms: Terms, config: RunConfig, checkpoint: str, family: str, device: str) -> None:
-        from miles_core.rollout.diffusers_engine import DiffusersEngine
+    def __init__(self, terms: Terms, config: RunConfig, checkpoint: str, family: str, device: str, logs: str) -> None:
         from miles_core.training.determinism import make_deterministic
 
         super().__init__(terms)
         make_deterministic(config.training.deterministic_mode, device)
-        self.engine = DiffusersEngine(
-            name=terms.name,
-            checkpoint=checkpoint,
-            family=family,
-            dtype=config.training.diffusion_forward_dtype,
-            device=device,
-            lora_target_modules=config.lora.lora_target_modules,
-        )
+        self.engine = _engine(terms.name, config, checkpoint, family, device, Path(logs))
         self.lora = {"lora_alpha": config.lora.lora_alpha, "lora_rank": config.lora.lora_rank}
         self.engine.start()
         self.held = self.engine.checksum()
+        # Where its server dies the engine is dead.
+        self.engine.when_gone(lambda: os._exit(1))
 
-    def generate(self, request: GenerateRequest, policy_digest: str) -> tuple[GenerateResult, Receipt]:
-        """Raises WrongPolicy where the engine does not hold the policy that the rows will name."""
+    def generate(self, request: GenerateRequest, policy_digest: str, describe: bool) -> tuple[Answer, Receipt]:
+        """`describe`: with the conditioning. Raises WrongPolicy where the engine does not hold the policy that the rows will
+        name."""
         if self.held != policy_digest:
             raise WrongPolicy(f"{self.engine.name} holds policy {self.held[:12] or 'none'}, not {policy_digest[:12]}")
         fault_point("rollout:generate")
-        result = self.engine.generate(request)
+        result = self.engine.answer(request, describe=describe)
         return result, Receipt(result.engine, result.seconds)
 
     def load_policy(self, files: Files, adapter: Part) -> SyncReply:
@@ -93,15 +104,15 @@ class ParserActor(FencedActor):
         super().__init__(terms)
         self.worker = ParserWorker()
 
-    def write(self, files: Files, result: GenerateResult, **arguments: Any) -> tuple[Microgroup, Part | None]:
+    def write(self, files: Files, result: Answer, **arguments: Any) -> tuple[Microgroup, Part | None]:
         fault_point("rollout:write")
-        return self.worker.write(files, result, **arguments)
+        return self.worker.write(files, result.opened(), **arguments)
 
-    def encode(self, result: GenerateResult, **arguments: Any) -> tuple[Any, int]:
+    def encode(self, result: Answer, **arguments: Any) -> tuple[Any, int]:
         """The rows of an evaluation's request, to be scored, and how many there are."""
         from miles_core.rollout.parsing import evaluated_table
 
-        made = evaluated_table(result, **arguments)
+        made = evaluated_table(result.opened(), **arguments)
         return made, made.num_rows
 
     def write_probe(self, files: Files, path: str, probe: Any) -> Part:

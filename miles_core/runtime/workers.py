@@ -322,7 +322,8 @@ class Workers(Roster):
 
     def _new_engine(self, index: int) -> Actor:
         device = self.device
-        arguments = (self.config, str(self.inputs.checkpoint), self.inputs.family, device)
+        logs = self.state.parent / "logs" / (self.run or "beside")
+        arguments = (self.config, str(self.inputs.checkpoint), self.inputs.family, device, str(logs))
         return self.actor("EngineActor", f"engine-{index}", self.config, *arguments)
 
     def _new_parser(self, index: int) -> Actor:

@@ -1,23 +1,13 @@
-"""The embedded engine against the real sglang server, on the CPU, on the same requests.
+"""The embedded engine against the sglang engine, a real server on the CPU, on the same requests.
 
 Run with -s for the measured differences.
 """
 
-import base64
-import os
-import pickle
-import signal
-import socket
-import subprocess
-import sys
-import time
-import types
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 import torch
@@ -25,9 +15,12 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
 from miles_core.algorithms.sde import CpsSdeStepBackend, DiffusersSdeStepBackend
+from miles_core.errors import InputError, StageError
 from miles_core.families.tiny_sd3 import make_tiny_sd3
 from miles_core.rollout.diffusers_engine import DiffusersEngine
-from miles_core.rollout.protocol import GenerateRequest
+from miles_core.rollout.protocol import GenerateRequest, GenerateResult
+from miles_core.rollout.sglang import push
+from miles_core.rollout.sglang.engine import SglangEngine
 
 pytest.importorskip("sglang.multimodal_gen", reason="the sglang extra is not installed")
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -70,128 +63,27 @@ REQUESTS = {
 }
 
 
-class Server:
-    """A sglang server of this test's own, on loopback."""
-
-    def __init__(self, model: Path, log: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.log = log
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300)
-        command = [
-            *(str(Path(sys.executable).with_name("sglang")), "serve", "--model-type", "diffusion"),
-            *("--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), "--warmup-mode", "off"),
-            *("--dit-precision", "fp32", "--text-encoder-precisions", "fp32", "fp32", "fp32"),
-        ]
-        offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        environment = {**os.environ, **offline, "SGLANG_DIFFUSION_PLATFORM_OVERRIDE": "cpu"}
-        with log.open("wb") as sink:
-            self.process = subprocess.Popen(
-                command, stdout=sink, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-            )
-
-    def wait(self) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise RuntimeError(f"sglang ended with {self.process.returncode}\n{self.tail()}")
-            try:
-                if self.client.get("/health", timeout=5).status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass
-            time.sleep(1)
-        raise RuntimeError(f"sglang was not ready in {START_SECONDS} s\n{self.tail()}")
-
-    def tail(self, lines: int = 40) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
-
-    def end(self) -> None:
-        """End the server's own process group, which start_new_session made."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(self.process.pid, number)
-                self.process.wait(timeout=20)
-            except ProcessLookupError:
-                break
-            except subprocess.TimeoutExpired:
-                continue
-        self.client.close()
-
-    def post(self, path: str, **body: Any) -> httpx.Response:
-        answer = self.client.post(path, json=body)
-        if answer.status_code != 200:
-            raise RuntimeError(f"{path} {answer.status_code}: {answer.text[:2000]}\n{self.tail()}")
-        return answer
-
-    def generate(self, request: GenerateRequest) -> list[dict[str, Any]]:
-        """An absent negative prompt becomes the sampling parameters' default over HTTP, so guidance that is off
-        is told by the scale."""
-        guided = request.negative_prompt is not None
-        answer = self.post(
-            "/rollout/generate",
-            prompt=request.prompt,
-            negative_prompt=request.negative_prompt,
-            seed=request.seed,
-            generator_device=request.generator_device,
-            width=request.width,
-            height=request.height,
-            num_inference_steps=request.num_inference_steps,
-            num_outputs_per_prompt=request.num_outputs,
-            guidance_scale=request.guidance_scale if guided else 1.0,
-            rollout=True,
-            rollout_sde_type=request.sde_type,
-            rollout_noise_level=request.noise_level,
-            rollout_log_prob_no_const=request.log_prob_no_const,
-            rollout_debug_mode=False,
-            rollout_return_denoising_env=True,
-            rollout_return_dit_trajectory=True,
-            rollout_sde_step_indices=None if request.sde_step_indices is None else list(request.sde_step_indices),
-        )
-        return decoded(msgspec.msgpack.decode(answer.content))
-
-    def push(self, adapter: bytes) -> str:
-        parts, meta, offset = [], [], 0
-        for name, tensor in load_safetensors(adapter).items():
-            flat = tensor.flatten().view(torch.uint8)
-            entry = {"name": name, "shape": tuple(tensor.shape), "dtype": str(tensor.dtype), "numel": flat.numel()}
-            meta.append(types.SimpleNamespace(**entry, start_idx=offset, end_idx=offset + flat.numel()))
-            parts.append(flat)
-            offset += flat.numel()
-        payload = pickle.dumps({"transformer": {"flattened_tensor": torch.cat(parts), "metadata": meta}}, protocol=4)
-        return self.post(
-            "/update_weights_from_tensor",
-            serialized_named_tensors=[base64.b64encode(payload).decode()],
-            load_format="flattened_bucket",
-            target_modules=["transformer"],
-            weight_update_mode="lora_merge",
-            lora_alpha=ALPHA,
-            lora_rank=RANK,
-        ).text
-
-
-def decoded(value: Any) -> Any:
-    if isinstance(value, dict):
-        if value.get("__tensor__"):
-            return load_safetensors(value["data"])["t"]
-        return {k: decoded(v) for k, v in value.items()}
-    return [decoded(v) for v in value] if isinstance(value, list) else value
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_sd3(tmp_path_factory.mktemp("models") / "tiny-stable-diffusion-3.5-medium")
+    """In a folder whose name tells the server nothing (FACTS 2: it would serve by another backend)."""
+    return make_tiny_sd3(tmp_path_factory.mktemp("models") / "drawn-by-code")
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    running = Server(model, tmp_path_factory.mktemp("server") / "log.txt")
-    try:
-        running.wait()
-        yield running
-    finally:
-        running.end()
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangEngine]:
+    engine = SglangEngine(
+        name="engine-0",
+        checkpoint=str(model),
+        family="sd3",
+        dtype="fp32",
+        device="cpu",
+        log=tmp_path_factory.mktemp("server") / "log.txt",
+        options={},
+        seconds=START_SECONDS,
+    )
+    engine.start()
+    yield engine
+    engine.stop()
 
 
 @pytest.fixture(scope="module")
@@ -210,30 +102,28 @@ def differences() -> Iterator[dict[str, dict[str, float]]]:
         print(f"\n{name}: " + ", ".join(f"{key} {value:.1e}" for key, value in values.items()), end="")
 
 
-def compare(server: Server, embedded: DiffusersEngine, request: GenerateRequest) -> dict[str, float]:
+def compare(server: SglangEngine, embedded: DiffusersEngine, request: GenerateRequest) -> dict[str, float]:
     """Largest differences of the two engines' answers; first latents, sigmas and timesteps must be bit-equal."""
     theirs, mine = server.generate(request), embedded.generate(request)
-    assert len(theirs) == len(mine.outputs) == request.num_outputs
+    assert len(theirs.outputs) == len(mine.outputs) == request.num_outputs
     trained = [] if request.sde_type == "ode" else request.sde_step_indices or range(request.num_inference_steps)
-    worst = dict.fromkeys(("conditioning", "latents", "log_prob", "image"), 0.0)
-    for other, output in zip(theirs, mine.outputs, strict=True):
-        trajectory, environment = other["dit_trajectory"], other["denoising_env"]
-        assert torch.equal(trajectory["latents"][0], output.latents[0])
-        assert torch.equal(trajectory["sigmas"], output.sigmas)
-        assert torch.equal(trajectory["timesteps"], output.timesteps)
-        assert other["generated_output"].shape == output.image.shape
-        for side in ("pos", "neg"):
-            sent = environment[f"{side}_cond_kwargs"] or {}
-            assert {f"{side}.{k}" for k in sent} == {k for k in mine.conditioning if k.startswith(side)}
-            for name, tensor in sent.items():
-                own = mine.conditioning[f"{side}.{name}"]
-                gap = (tensor.reshape(own.shape).float() - own).abs().max().item()
-                worst["conditioning"] = max(worst["conditioning"], gap)
+    worst = dict.fromkeys(("latents", "log_prob", "image"), 0.0)
+    assert set(theirs.conditioning) == set(mine.conditioning)
+    assert all(theirs.conditioning[name].shape == tensor.shape for name, tensor in mine.conditioning.items())
+    worst["conditioning"] = max(
+        (theirs.conditioning[name].float() - tensor).abs().max().item() for name, tensor in mine.conditioning.items()
+    )
+    for other, output in zip(theirs.outputs, mine.outputs, strict=True):
+        assert other.seed == output.seed
+        assert torch.equal(other.latents[0], output.latents[0])
+        assert torch.equal(other.sigmas, output.sigmas)
+        assert torch.equal(other.timesteps, output.timesteps)
         for key, pair in {
-            "latents": (trajectory["latents"], output.latents),
-            "log_prob": (other["rollout_log_probs"], output.log_probs),
-            "image": (other["generated_output"].float(), output.image),
+            "latents": (other.latents, output.latents),
+            "log_prob": (other.log_probs, output.log_probs),
+            "image": (other.image, output.image),
         }.items():
+            assert pair[0].shape == pair[1].shape and pair[0].dtype == pair[1].dtype
             worst[key] = max(worst[key], (pair[0] - pair[1]).abs().max().item())
         for step in range(request.num_inference_steps):
             last_cps = request.sde_type == "cps" and step == request.num_inference_steps - 1
@@ -243,35 +133,28 @@ def compare(server: Server, embedded: DiffusersEngine, request: GenerateRequest)
 
 
 @torch.no_grad()
-def replay(
-    embedded: DiffusersEngine, request: GenerateRequest, theirs: list[dict[str, Any]], trained: list[int]
-) -> float:
+def replay(embedded: DiffusersEngine, request: GenerateRequest, theirs: GenerateResult, trained: list[int]) -> float:
     """Largest difference of sglang's log-probs from those of its own trajectory under the embedded transformer.
 
     An engine's log-prob is a function of its noise alone; here the model's output enters, as in a trainer.
     """
-    first = theirs[0]["dit_trajectory"]
-    sigmas, timesteps, worst = first["sigmas"], first["timesteps"], 0.0
-    latents = torch.stack([other["dit_trajectory"]["latents"] for other in theirs])
-    conditioning = {
-        f"{side}.{name}": torch.stack([o["denoising_env"][f"{side}_cond_kwargs"][name].squeeze(0) for o in theirs])
-        for side in ("pos", "neg")
-        for name in theirs[0]["denoising_env"][f"{side}_cond_kwargs"] or {}
-    }
+    first, count, worst = theirs.outputs[0], len(theirs.outputs), 0.0
+    latents = torch.stack([other.latents for other in theirs.outputs])
+    conditioning = {name: tensor.expand(count, *tensor.shape) for name, tensor in theirs.conditioning.items()}
     kind = CpsSdeStepBackend if request.sde_type == "cps" else DiffusersSdeStepBackend
     backend = kind(noise_level=request.noise_level, log_prob_no_const=request.log_prob_no_const)
     for i in trained:
         output = embedded._family.forward(
             embedded._components.transformer,
             latents[:, i],
-            timesteps[i].expand(len(theirs)),
+            first.timesteps[i].expand(count),
             conditioning,
             request.guidance_scale,
             torch.float32,
         )
-        statistics = backend.statistics(output, latents[:, i], sigmas[i], sigmas[i + 1], sigmas[1])
+        statistics = backend.statistics(output, latents[:, i], first.sigmas[i], first.sigmas[i + 1], first.sigmas[1])
         log_prob = backend.log_prob(latents[:, i + 1], statistics)
-        stored = torch.stack([other["rollout_log_probs"][i] for other in theirs])
+        stored = torch.stack([other.log_probs[i] for other in theirs.outputs])
         worst = max(worst, (log_prob - stored).abs().max().item())
     return worst
 
@@ -290,10 +173,32 @@ def test_same_answer_to_the_same_request(server, embedded, differences, name: st
 
 def test_the_answers_are_not_alike_by_themselves(server):
     """What the limits above would say of other noise: they can fail."""
-    theirs = server.generate(BASE)
-    assert (theirs[0]["generated_output"] - theirs[1]["generated_output"]).abs().max() > 10 * IMAGE_LIMIT
-    other = server.generate(replace(BASE, seed=400))[0]
-    assert (theirs[0]["rollout_log_probs"] - other["rollout_log_probs"]).abs().max() > 10 * LOG_PROB_LIMIT
+    theirs = server.generate(BASE).outputs
+    assert (theirs[0].image - theirs[1].image).abs().max() > 10 * IMAGE_LIMIT
+    other = server.generate(replace(BASE, seed=400)).outputs[0]
+    assert (theirs[0].log_probs - other.log_probs).abs().max() > 10 * LOG_PROB_LIMIT
+
+
+def test_the_answer_holds_the_conditioning_once_and_only_where_it_is_asked_for(server):
+    """With the outputs it would come with each of them; debug tensors, on by default, never come."""
+    plain, described = (server.answer(BASE, describe=describe) for describe in (False, True))
+    assert plain.conditioning is None and plain.opened().conditioning == {}
+    assert set(described.opened().conditioning) > {"pos.encoder_hidden_states", "neg.pooled_projections"}
+    for answer in (plain, described):
+        for output in msgspec.msgpack.decode(answer.body):
+            assert output["denoising_env"] is None and output["rollout_debug_tensors"] is None
+    one, other = (torch.stack([output.image for output in answer.opened().outputs]) for answer in (plain, described))
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"sde_step_indices": ()}, {"sde_step_indices": (6,)}, {"height": 60}, {"generator_device": "cuda"}],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_what_the_server_would_pass_over_is_refused(server, wrong: dict[str, Any]):
+    with pytest.raises(InputError):
+        server.generate(replace(BASE, **wrong))
 
 
 def test_same_answer_after_lora_pushes(server, embedded, differences):
@@ -302,22 +207,69 @@ def test_same_answer_after_lora_pushes(server, embedded, differences):
     seen = [before]
     for seed in (1, 2):
         pushed = adapter(embedded, seed)
-        reply = embedded.update_weights(pushed, lora_alpha=ALPHA, lora_rank=RANK)
-        assert reply.modules_bound == 15
-        answer = server.push(pushed)
-        assert '"success":true' in answer.replace(" ", "")
-        assert "skipped 0 unknown" in answer
+        reply, theirs = (
+            engine.update_weights(pushed, lora_alpha=ALPHA, lora_rank=RANK) for engine in (embedded, server)
+        )
+        assert reply.modules_bound == theirs.modules_bound == 15
+        assert reply.policy_digest == theirs.policy_digest == server.checksum() == embedded.checksum()
         for name in ("sde three outputs", "sde one output", "cps without constants"):
             key = f"{name}, push {seed}"
             differences[key] = compare(server, embedded, REQUESTS[name])
             check(differences[key])
-        theirs = server.generate(BASE)
+        answer = server.generate(BASE)
         embedded.update_weights(adapter(embedded, seed + 1), lora_alpha=ALPHA, lora_rank=RANK)
-        assert replay(embedded, BASE, theirs, [1, 2]) > 10 * LOG_PROB_LIMIT
+        assert replay(embedded, BASE, answer, [1, 2]) > 10 * LOG_PROB_LIMIT
         embedded.update_weights(pushed, lora_alpha=ALPHA, lora_rank=RANK)
         image = embedded.generate(BASE).outputs[0].image
         assert min((image - other).abs().max() for other in seen) > 10 * IMAGE_LIMIT
         seen.append(image)
+
+
+def test_a_push_that_the_server_took_in_part_is_an_error_and_leaves_no_policy(server, embedded):
+    """It answers success and counts what it skipped (FACTS 2)."""
+    whole = load_safetensors(adapter(embedded, 3))
+    name = next(iter(sorted(whole))).rsplit(".lora", 1)[0]
+    foreign = {key.replace(name, "transformer_blocks.99.attn.to_q"): tensor for key, tensor in whole.items()}
+    with pytest.raises(StageError, match=r"of 15 pushed LoRA layers the engine took 14 and skipped 1"):
+        server.update_weights(save_safetensors(foreign), lora_alpha=ALPHA, lora_rank=RANK)
+    assert server.checksum() == ""
+    with pytest.raises(StageError, match="answered 400"):
+        server.update_weights(
+            save_safetensors({"nowhere.lora_A.weight": torch.ones(4, 8), "nowhere.lora_B.weight": torch.ones(8, 4)}),
+            lora_alpha=ALPHA,
+            lora_rank=RANK,
+        )
+    server.update_weights(save_safetensors(whole), lora_alpha=ALPHA, lora_rank=RANK)
+    assert server.checksum()
+
+
+def test_parameters_that_another_hand_changed_are_told(server, embedded):
+    """The checksum is of the server's live parameters, not of what was sent."""
+    mine, other = adapter(embedded, 4), load_safetensors(adapter(embedded, 5))
+    server.update_weights(mine, lora_alpha=ALPHA, lora_rank=RANK)
+    body = push.body_of(other, module="transformer", lora_alpha=ALPHA, lora_rank=RANK)
+    server._post("/update_weights_from_tensor", body)
+    with pytest.raises(StageError, match="checksum mismatch"):
+        server.checksum()
+    server.update_weights(mine, lora_alpha=ALPHA, lora_rank=RANK)
+    assert server.checksum()
+
+
+def test_asleep_it_takes_neither_requests_nor_policies(server, embedded):
+    """A push to a sleeping server is accepted by it, and lost (FACTS 2). Sleep and wake may be repeated."""
+    held = server.checksum()
+    for _ in range(2):
+        server.sleep()
+    assert server.health() and server.checksum() == held
+    for ask in (
+        lambda: server.generate(BASE),
+        lambda: server.update_weights(adapter(embedded, 1), lora_alpha=ALPHA, lora_rank=RANK),
+    ):
+        with pytest.raises(StageError, match="asleep"):
+            ask()
+    for _ in range(2):
+        server.wake()
+    assert server.generate(BASE).outputs and server.checksum() == held
 
 
 def adapter(engine: DiffusersEngine, seed: int) -> bytes:

@@ -27,6 +27,7 @@ from miles_core.rewards.rm_hub import Score, Scorers, score_sample
 from miles_core.rewards.worker import RewardWorker
 from miles_core.rollout.protocol import GenerateRequest
 from miles_core.rollout.rollout_function import GENERATOR, generate_rollout, sampling_params
+from miles_core.rollout.sglang.server import command
 from miles_core.rollout.step_strategies import step_seed
 from miles_core.runtime.workers import Workers
 from miles_core.store.files import Files
@@ -108,6 +109,11 @@ def iterations_kept(c: RunConfig, place: Place) -> dict[str, int]:
 
 def device(c: RunConfig, place: Place) -> str:
     return Workers(c, resolve_inputs(c), place.root).device
+
+
+def attention_of_the_server(c: RunConfig, place: Place) -> str:
+    words = command("/m", "sd3", "fp32", 1, "n", c.rollout.sglang_options)
+    return words[words.index("--attention-backend") + 1] if "--attention-backend" in words else ""
 
 
 def seconds_of_a_call(c: RunConfig, place: Place) -> float:

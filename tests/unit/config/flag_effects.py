@@ -40,6 +40,7 @@ TRAINER = "tests/unit/training/test_trainer.py::"
 RANKS = "tests/integration/test_trainer_ranks.py::"
 PROCESSES = "tests/integration/test_flags_of_processes.py::"
 OCR = "tests/integration/test_ocr_reward.py::"
+SGLANG = "tests/integration/test_sglang_engine.py::"
 VERSIONS = "tests/unit/pipeline/test_versions.py::"
 LOOP = "tests/integration/test_train.py::"
 
@@ -76,7 +77,7 @@ CLUSTER: dict[str, Effect | OneChoice] = {
     "actor_num_nodes": Effect(2, tests=(f"{PROCESSES}test_as_many_processes_as_the_options_say",)),
     "actor_num_gpus_per_node": Effect(2, tests=(f"{PROCESSES}test_as_many_processes_as_the_options_say",)),
     "rollout_num_engines": Effect(2, tests=(f"{PROCESSES}test_as_many_processes_as_the_options_say",)),
-    "rollout_engine": OneChoice("diffusers", "sglang"),
+    "rollout_engine": Effect("sglang", tests=(f"{SGLANG}test_a_server_killed_in_the_middle_costs_no_row",)),
     "device": Effect("cuda", see.device, "cpu", "cuda"),
     "distributed_timeout_minutes": Effect(
         2.0,
@@ -141,6 +142,13 @@ OPTIMIZER: dict[str, Effect | OneChoice] = {
 }
 
 ROLLOUT: dict[str, Effect | OneChoice] = {
+    "sglang_options": Effect(
+        {"attention_backend": "torch_sdpa"},
+        see.attention_of_the_server,
+        "",
+        "torch_sdpa",
+        base={"rollout_engine": "sglang"},
+    ),
     "hf_checkpoint": Effect("{}/other-model", lambda c, place: place.inputs(c).checkpoint.name, "model", "other-model"),
     "diffusion_model_family": Effect("sd3", see.family, "refused", "sd3", base={"hf_checkpoint": "{}/foreign-model"}),
     "diffusion_step_strategy_path": Effect(
@@ -298,7 +306,10 @@ STAGES_OF: dict[tuple[str, ...], str] = {
     ("prompts", "advantages"): "n_samples_per_prompt",
     ("rollout",): """diffusion_step_strategy_path diffusion_num_steps diffusion_num_sde_steps
         diffusion_sde_window_range diffusion_sde_candidate_steps diffusion_noise_level diffusion_sde_type""",
-    ("rollout", "evaluation"): """rollout_engine diffusion_guidance_scale diffusion_negative_prompt diffusion_height
+    (
+        "rollout",
+        "evaluation",
+    ): """rollout_engine sglang_options diffusion_guidance_scale diffusion_negative_prompt diffusion_height
         diffusion_width diffusion_generator_device rollout_microgroup_size""",
     ("rollout", "update"): "diffusion_log_prob_no_const",
     ("rollout", "update", "evaluation"): "diffusion_forward_dtype diffusion_model_family",

@@ -8,7 +8,7 @@ import pytest
 
 from deployments.recipes import RECIPES, recipe
 from miles_core.config import FIELDS, RunConfig, affects, build
-from miles_core.config.overrides import from_environment, from_flags, from_mapping
+from miles_core.config.overrides import as_flags, from_environment, from_flags, from_mapping
 from miles_core.config.reference import NOT_YET
 from miles_core.errors import InputError
 
@@ -95,6 +95,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"diffusion_noise_level": 0}, "--diffusion-noise-level 0"),
     ({"diffusion_step_strategy_path": "sde_window"}, "picks --diffusion-num-sde-steps steps and that is 0"),
     ({"diffusion_step_strategy_path": "mine.strategy", "diffusion_num_sde_steps": 1}, "not there yet"),
+    ({"sglang_options": {"tp_size": 2}}, "--sglang-tp-size needs --rollout-engine sglang"),
+    ({"rollout_engine": "sglang", "sglang_options": {"port": 1}}, "--sglang-port is given by the run itself"),
+    ({"rollout_engine": "sglang", "sglang_options": {"batching_max_size": 2}}, "--sglang-batching-max-size above 1"),
+    ({"rollout_engine": "sglang", "sglang_options": {"A b": 1}}, "no option's name"),
     ({"diffusion_num_sde_steps": 11}, "more than --diffusion-num-steps 10"),
     ({"diffusion_num_sde_steps": 2, "diffusion_sde_window_range": "3,12"}, "inside the schedule 0,10"),
     ({"diffusion_num_sde_steps": 4, "diffusion_sde_window_range": "3,6"}, "does not fit the window range 3,6"),
@@ -167,6 +171,16 @@ class TestFlags:
     def test_extra_args_are_flags_in_a_string(self) -> None:
         assert from_flags(["--extra-args", " --lr 0.1\n --rm-type ocr "]) == {"lr": "0.1", "rm_type": "ocr"}
 
+    def test_options_of_the_sglang_server_are_collected(self) -> None:
+        """Also from --extra-args and the environment; a switch of its stands alone; the words give them back."""
+        tokens = ["--sglang-tp-size", "2", "--sglang-enable-torch-compile", "--extra-args", "--sglang-tp-size=4"]
+        given = from_flags([*tokens, "--lr", "1"])
+        assert given == {"sglang_options": {"tp_size": "4", "enable_torch_compile": "true"}, "lr": "1"}
+        assert from_flags(as_flags(given)) == given
+        assert from_environment({"MILES_SCRIPT_SGLANG_TP_SIZE": "2"}) == {"sglang_options": {"tp_size": "2"}}
+        made = config(rollout_engine="sglang", sglang_options="tp-size=2 x=y")
+        assert made.rollout.sglang_options == {"tp_size": "2", "x": "y"}
+
     def test_negative_numbers_are_values(self) -> None:
         assert from_flags(["--lr", "-1"]) == {"lr": "-1"}
 
@@ -176,7 +190,7 @@ class TestFlags:
             (["--foo", "1"], "no option --foo"),
             (["--num-rolout", "1"], "did you mean --num-rollout?"),
             (["--use-ema"], "--use-ema is not there yet"),
-            (["--sglang-tp-size", "2"], "--sglang-tp-size is not there yet"),
+            (["--sglang-server-concurrency", "2"], "--sglang-server-concurrency is not there yet"),
             (["--lr"], "--lr needs a value"),
             (["--lr", "--use-lora"], "--lr needs a value"),
             (["lr", "1"], "'lr' is no flag"),

@@ -1,0 +1,104 @@
+"""A run whose engines are sglang servers on the CPU: how they start, what happens where one dies."""
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from commands import Place
+
+from miles_core.errors import StageError
+from miles_core.families.tiny_sd3 import make_tiny_sd3
+from miles_core.rollout.sglang.engine import SglangEngine
+
+pytest.importorskip("sglang.multimodal_gen", reason="the sglang extra is not installed")
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    made = Place(tmp_path_factory.mktemp("home"))
+    yield made
+    made.miles("down")
+
+
+def servers(place: Place) -> list[psutil.Process]:
+    """The servers of this home's commands that live, by their first process."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if "serve" in words and any(word.startswith(str(place.home)) for word in words):
+            found.append(process)
+    return found
+
+
+def test_a_server_that_does_not_start_is_told_with_its_own_last_words(tmp_path: Path) -> None:
+    model = make_tiny_sd3(tmp_path / "model")
+    engine = SglangEngine(
+        name="engine-0",
+        checkpoint=str(model),
+        family="sd3",
+        dtype="fp32",
+        device="cpu",
+        log=tmp_path / "log.txt",
+        options={"no_such_option": "1"},
+        seconds=200,
+    )
+    with pytest.raises(StageError, match=r"engine-0 did not start: .*no-such-option.*log.txt"):
+        engine.start()
+    assert not engine.health()
+
+
+def test_a_server_killed_in_the_middle_costs_no_row(place: Place) -> None:
+    """Two servers, two iterations; the processes of one are killed -9 while it generates. Its microgroups go elsewhere,
+    it starts again, and is given the policy in force before it serves."""
+    options = "--rollout-engine sglang --rollout-num-engines 2 --distributed-timeout-minutes 8"
+    slow = {"MILES_FAULT": "rollout:landed:6:slow=3"}
+    command = place.start("train", "tiny", "--num-rollout", "2", *options.split(), **slow)
+    rollout = place.home / "artifacts/tiny/iteration=000000/stage=rollout"
+    deadline = time.monotonic() + 400
+    while len(list(rollout.glob("*/data/*.parquet"))) < 6:
+        assert time.monotonic() < deadline and command.poll() is None
+        time.sleep(0.05)
+    there = servers(place)
+    assert len({process.cmdline()[-1] for process in there}) >= 1
+    victim = min(there, key=lambda process: process.create_time())
+    for process in [*victim.children(recursive=True), victim]:
+        process.kill()
+    output, _ = command.communicate(timeout=500)
+    assert command.returncode == 0, output
+    for iteration in range(2):
+        manifest = place.on_line("tiny", iteration, "rollout")
+        rows = [row for part in manifest.data for row in pq.read_table(f"{place.artifacts}/{part.path}").to_pylist()]
+        assert sorted(row["sample_index"] for row in rows) == list(range(32 * iteration, 32 * iteration + 32))
+        assert {row["policy_digest"] for row in rows} == {manifest.summary["policy_digest"]}
+    assert {row["engine"] for row in rows} == {"engine-0", "engine-1"}
+    deadline = time.monotonic() + 60
+    while servers(place):
+        assert time.monotonic() < deadline, "a server outlived its command"
+        time.sleep(0.2)
+
+
+def test_servers_end_with_a_killed_head(place: Place) -> None:
+    """Who would end them is dead: they end themselves."""
+    command = place.start("train", "tiny", "--run-id", "killed", "--rollout-engine", "sglang")
+    deadline = time.monotonic() + 300
+    while not servers(place):
+        assert time.monotonic() < deadline and command.poll() is None
+        time.sleep(0.1)
+    for process in psutil.Process(command.pid).children(recursive=True):
+        process.kill()
+    command.kill()
+    command.wait()
+    for pid in place.ray_processes():
+        psutil.Process(pid).kill()
+    deadline = time.monotonic() + 120
+    while servers(place):
+        assert time.monotonic() < deadline, "a server outlived all that wanted it"
+        time.sleep(0.2)

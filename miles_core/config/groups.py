@@ -225,6 +225,16 @@ class AlgorithmGroup(Group):
     diffusion_adv_clip_max: float = option(
         5.0, "advantages are clamped to +- this in the loss", affects=("update",), gt=0
     )
+    diffusion_recompute_old_log_prob: bool = option(
+        False,
+        "old log-probs by forwards of the trainer before the first optimizer step, instead of the engine's",
+        affects=("update",),
+    )
+    alignment_gate: Literal["warn", "stop", "off"] = option(
+        "warn",
+        "what to do before the first optimizer step of an iteration where the trainer's log-probs differ from the engine's "
+        "by more than half the clip range on average",
+    )
     diffusion_kl_beta: float = option(0.0, "factor of the KL term to the reference", affects=("update",), ge=0)
     ref_mode: Literal["none", "lora_base"] | None = option(
         None, "reference policy; unset: lora_base (LoRA off) when diffusion_kl_beta > 0", affects=("update",)

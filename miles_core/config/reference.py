@@ -10,7 +10,7 @@ NOT_YET = frozenset(
     diffusion_true_cfg_scale diffusion_output_num_frames diffusion_fps diffusion_flow_shift over_sampling_batch_size
     rollout_patch_group update_weight_target_module update_weight_buffer_size sglang_server_concurrency
     num_epoch start_rollout_id sft_encoder_checkpoint sft_frame_stride buffer_filter_path
-    eval_config eval_reward_key diffusion_recompute_old_log_prob diffusion_nft_beta
+    eval_config eval_reward_key diffusion_nft_beta
     diffusion_nft_timestep_fraction no_diffusion_nft_adaptive_weight no_diffusion_nft_shuffle_timesteps
     custom_loss_function_path custom_prepare_train_batch_path custom_expand_samples_to_train_pairs_path
     custom_convert_samples_to_train_data_path rm_url reward_key group_rm custom_rm_path

@@ -49,7 +49,18 @@ def optimize(step: Step, attempt: Attempt, upstream: Upstreams) -> Product:
     results = step.workers.train("update", step.store.files, inputs, attempt.folder, watch=watch)
     made = results[0]
     parts: list[Part] = [*made.parts, made.rows]
-    return Product(parts, {"policy_digest": made.policy_digest, **_figures(made.metrics)})
+    told = {"policy_digest": made.policy_digest, "log_prob_mismatch": made.log_prob_mismatch}
+    _warn(step, made.log_prob_mismatch)
+    return Product(parts, told | _figures(made.metrics))
+
+
+def _warn(step: Step, mismatch: float) -> None:
+    from miles_core.training.alignment import told
+
+    algorithm = step.config.algorithm
+    said = told(mismatch, algorithm.diffusion_clip_range, recompute=algorithm.diffusion_recompute_old_log_prob)
+    if said and algorithm.alignment_gate == "warn":
+        print(f"  warning: {said}", flush=True)
 
 
 def _steps_before(step: Step, policy: Manifest) -> int:

@@ -18,7 +18,8 @@ def pair_batch(
     conditioning: Conditioning,
     device: torch.device,
 ) -> dict[str, Any]:
-    """The pairs `rows` of `pairs`, B of them, checked by `check_pairs` before, on `device`.
+    """The pairs `rows` of `pairs`, B of them, checked by `check_pairs` before, on `device`. Their column old_log_prob, where
+    it is there, comes before the stored ones.
 
     latents x_t and next_latents x_{t+1} (B, C, h, w) in the stored dtype; timesteps, sigma, sigma_next, sigma_max,
     old_log_prob, advantage, loss_mask (B,) fp32; sample_index (list); conditioning {name: (B, ...)}.
@@ -36,7 +37,11 @@ def pair_batch(
         "sigma": numbers([sample.sigmas[step] for sample, step in chosen]),
         "sigma_next": numbers([sample.sigmas[step + 1] for sample, step in chosen]),
         "sigma_max": numbers([sample.sigmas[1] for sample, _ in chosen]),
-        "old_log_prob": numbers([sample.log_probs[step] for sample, step in chosen]),
+        "old_log_prob": numbers(
+            [pairs["old_log_prob"][row] for row in rows]
+            if "old_log_prob" in pairs
+            else [sample.log_probs[step] for sample, step in chosen]
+        ),
         "advantage": numbers([pairs["advantage"][row] for row in rows]),
         "loss_mask": numbers([pairs["loss_mask"][row] for row in rows]),
         "sample_index": [sample.index for sample, _ in chosen],

@@ -29,9 +29,11 @@ class UpdateInputs:
 @dataclass(frozen=True)
 class UpdateResult:
     """What an update wrote, the same on every rank: `rows` (data/steps.parquet), `parts` beside it (checkpoint,
-    adapter, probe), and the rows once more as `metrics`. policy_digest: of the new policy."""
+    adapter, probe), and the rows once more as `metrics`. policy_digest: of the new policy. log_prob_mismatch: mean absolute
+    difference of the trainer's log-probs from the engine's before the first optimizer step."""
 
     parts: list[Part]
     rows: Part
     metrics: list[dict[str, Any]]
     policy_digest: str
+    log_prob_mismatch: float

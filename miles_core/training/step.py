@@ -64,7 +64,10 @@ def accumulate(
         before_pass(number)
         sharded.set_requires_gradient_sync(number == accumulation.passes - 1)
         if number >= len(share.micro_batches):
-            _empty_pass(transformer, predict, share.spare, conditioning, guidance_scale, with_reference, device)
+            if with_reference:
+                with torch.no_grad(), lora_disabled(transformer):
+                    empty_pass(transformer, predict, share.spare, conditioning, guidance_scale, device)
+            empty_pass(transformer, predict, share.spare, conditioning, guidance_scale, device).backward()
             on_pass(number)
             continue
         batch = pair_batch(share.samples, share.pairs, share.micro_batches[number], conditioning, device)
@@ -88,22 +91,20 @@ def _reference(transformer: nn.Module, predict: Predict, inputs: tuple[Any, ...]
         return predict(*inputs)
 
 
-def _empty_pass(
+def empty_pass(
     transformer: nn.Module,
     predict: Predict,
     spare: Sample,
     conditioning: Conditioning,
     guidance_scale: float,
-    with_reference: bool,
     device: torch.device,
-) -> None:
+) -> torch.Tensor:
+    """A forward on zeros, for a rank that has no micro-batch left where the others have one; 0 times its sum."""
     latents = torch.zeros_like(spare.latents[:1]).to(device)
     timesteps = spare.timesteps[:1].to(device)
     like = conditioning[cast(str, spare.conditioning_id)]
     zeros = {name: torch.zeros_like(tensor)[None].to(device) for name, tensor in like.items()}
-    if with_reference:
-        _reference(transformer, predict, (latents, timesteps, zeros, guidance_scale))
-    (predict(latents, timesteps, zeros, guidance_scale) * 0).sum().backward()
+    return (predict(latents, timesteps, zeros, guidance_scale) * 0).sum()
 
 
 def _finite(values: torch.Tensor) -> torch.Tensor:

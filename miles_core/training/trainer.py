@@ -25,6 +25,7 @@ from miles_core.store.digest import content_digest
 from miles_core.store.files import Files
 from miles_core.store.parts import Part, read_bytes, write_file, write_table
 from miles_core.training import checkpoint as ckpt
+from miles_core.training.alignment import Difference, gate, over_all_ranks, recomputed
 from miles_core.training.batch import not_finite
 from miles_core.training.determinism import make_deterministic
 from miles_core.training.distributed import gather, open_store, rank_mesh, start_process_group, together
@@ -37,7 +38,7 @@ from miles_core.training.optimize import clip_and_step, make_adamw, refuse
 from miles_core.training.output import ADAPTER_FILE, PROBE_FILE, ROWS_FILE, content_of, short_name
 from miles_core.training.probe import Probe, check_parity, encode_probe, read_probe, run_probe
 from miles_core.training.roll_call import RollCall, is_lost
-from miles_core.training.step import Accumulation, accumulate
+from miles_core.training.step import Accumulation, RankShare, accumulate
 from miles_core.weights.digest import policy_digest
 from miles_core.weights.packing import adapter_info, adapter_tensors, to_diffusers, to_safetensors
 
@@ -180,12 +181,17 @@ class TrainerRank:
         if probe is not None and before is not None:
             check_parity(probe, before, self.config.training.diffusion_forward_dtype)
         self._held = None
-        rows = [self._step(files, rollout, number, progress) for number in range(self.config.steps_per_rollout)]
+        numbers = range(self.config.steps_per_rollout)
+        ready = [self._recomputed(files, rollout, n) for n in numbers] if self._recomputes else []
+        gaps = [gap for _, gap in ready]
+        rows = [
+            self._step(rollout, n, ready[n][0] if ready else self._share(files, rollout, n), progress) for n in numbers
+        ]
+        mismatch = sum(gaps, Difference()).mean if ready else float(rows[0]["log_prob_mean_abs_diff"])
         self._at("update", "the probe after the last step")
         after = None if probe is None else run_probe(probe, self._predict, self._device)
-        return self._write(
-            files, out_dir, rows, None if before is None or after is None else encode_probe(before, after)
-        )
+        probed = None if before is None or after is None else encode_probe(before, after)
+        return self._write(files, out_dir, rows, probed, mismatch)
 
     @contextmanager
     def _verb(self, verb: str) -> Iterator[None]:
@@ -208,19 +214,51 @@ class TrainerRank:
         self.at = f"{verb}: {', '.join(places)}" if places else verb
         self._roll.tell(self.at)
 
-    def _step(self, files: Files, rollout: Rollout, number: int, progress: Progress | None) -> dict[str, Any]:
+    @property
+    def _recomputes(self) -> bool:
+        return self.config.algorithm.diffusion_recompute_old_log_prob
+
+    def _share(self, files: Files, rollout: Rollout, number: int) -> RankShare:
+        """This rank's part of an optimizer step."""
+        size = self.config.global_batch_size
+        batch = rollout.advantages[number * size : (number + 1) * size]
+        args = row_args(self.config, rollout.dynamics)
+        self._at("update", "reading the samples", step=(number + 1, self.config.steps_per_rollout))
+        share = together(
+            "reading the rollout",
+            lambda: rank_share(files, rollout, batch, args, self.config, self.rank, self.world_size),
+        )
+        refuse(set().union(*gather(not_finite(share.samples, share.pairs))), "a stored log-prob or advantage")
+        return share
+
+    def _recomputed(self, files: Files, rollout: Rollout, number: int) -> tuple[RankShare, Difference]:
+        """The same with this trainer's log-probs under the policy that no step has changed yet."""
+        share, args = self._share(files, rollout, number), row_args(self.config, rollout.dynamics)
+        passes, step = max(1, *gather(len(share.micro_batches))), (number + 1, self.config.steps_per_rollout)
+
+        def on_pass(coming: int) -> None:
+            self._at("update", "old log-probs", step=step, forward=(coming + 1, passes))
+
+        made, gap = recomputed(
+            self._transformer,
+            self._predict,
+            LossContext(args=args, sde_backend=sde_step_backend(args)),
+            share,
+            rollout.conditioning,
+            passes,
+            guidance_scale=rollout.dynamics.guidance_scale,
+            device=self._device,
+            on_pass=on_pass,
+        )
+        return made, over_all_ranks(gap)
+
+    def _step(self, rollout: Rollout, number: int, share: RankShare, progress: Progress | None) -> dict[str, Any]:
         """One optimizer step; its row."""
         clock = time.perf_counter()
         size, steps = self.config.global_batch_size, self.config.steps_per_rollout
         batch = rollout.advantages[number * size : (number + 1) * size]
         args = row_args(self.config, rollout.dynamics)
         step = (number + 1, steps)
-        self._at("update", "reading the samples", step=step)
-        share = together(
-            "reading the rollout",
-            lambda: rank_share(files, rollout, batch, args, self.config, self.rank, self.world_size),
-        )
-        refuse(set().union(*gather(not_finite(share.samples, share.pairs))), "a stored log-prob or advantage")
         counts = gather((len(share.pairs["step"]), len(share.micro_batches)))
         pairs, passes = sum(p for p, _ in counts), max(1, *(m for _, m in counts))
 
@@ -250,6 +288,13 @@ class TrainerRank:
         if culprits:
             self._optimizer.zero_grad()
         refuse(culprits, "a log-prob or the loss")
+        means = metrics.total(pairs)
+        if number == 0 and not self._recomputes:
+            algorithm = self.config.algorithm
+            mean = means["log_prob_mean_abs_diff"]
+            if stop := gate(mean, algorithm.diffusion_clip_range, algorithm.alignment_gate):
+                self._optimizer.zero_grad()
+                raise StageError(stop)
         lr = learning_rate(self._global_step, args)
         samples = {row.sample_index for row in batch}
         grad_norm = clip_and_step(self._optimizer, lr, self.config.optimizer.clip_grad, samples)
@@ -262,7 +307,7 @@ class TrainerRank:
             "pairs": pairs,
             "lr": lr,
             "grad_norm": grad_norm,
-            **metrics.total(pairs),
+            **means,
             "seconds": max(gather(time.perf_counter() - clock)),
         }
         self._global_step += 1
@@ -273,7 +318,9 @@ class TrainerRank:
     ) -> torch.Tensor:
         return self._family.forward(self._transformer, latents, timesteps, conditioning, guidance, self._dtype)
 
-    def _write(self, files: Files, out_dir: str, rows: list[dict[str, Any]], probe: bytes | None) -> UpdateResult:
+    def _write(
+        self, files: Files, out_dir: str, rows: list[dict[str, Any]], probe: bytes | None, mismatch: float
+    ) -> UpdateResult:
         self._at("update", "gathering the policy")
         adapter = self._adapter()
         digest = policy_digest(to_safetensors(adapter))
@@ -303,7 +350,7 @@ class TrainerRank:
         self._policy = digest
         state = [(short_name(part.path), part.content) for part in parts]
         self._held = _state_key((name, content) for name, content in state if name.startswith(f"{ckpt.FOLDER}/"))
-        return UpdateResult(parts=parts, rows=steps, metrics=rows, policy_digest=digest)
+        return UpdateResult(parts=parts, rows=steps, metrics=rows, policy_digest=digest, log_prob_mismatch=mismatch)
 
     def _store(self, verb: str, files: Files, out_dir: str, mine: dict[str, bytes]) -> list[Part]:
         """Write this rank's files; the parts of all ranks in path order."""

@@ -41,6 +41,7 @@ RANKS = "tests/integration/test_trainer_ranks.py::"
 PROCESSES = "tests/integration/test_flags_of_processes.py::"
 OCR = "tests/integration/test_ocr_reward.py::"
 SGLANG = "tests/integration/test_sglang_engine.py::"
+ALIGNMENT = "tests/unit/training/test_alignment.py::"
 VERSIONS = "tests/unit/pipeline/test_versions.py::"
 LOOP = "tests/integration/test_train.py::"
 
@@ -234,6 +235,10 @@ DATA: dict[str, Effect | OneChoice] = {
 }
 
 ALGORITHM: dict[str, Effect | OneChoice] = {
+    "diffusion_recompute_old_log_prob": Effect(
+        True, tests=(f"{ALIGNMENT}test_the_trainers_own_log_probs_make_the_first_ratio_one",)
+    ),
+    "alignment_gate": Effect("stop", tests=(f"{ALIGNMENT}test_a_gate_that_stops_does_so_before_anything_moved",)),
     "loss_type": OneChoice("policy_loss", "nft"),
     "advantage_estimator": OneChoice("grpo", "gae"),
     "disable_grpo_std_normalization": Effect(True, see.advantages, [-1, 1, -1, 1], [-0.5, 0.5, -2, 2], base=OWN_STD),
@@ -296,7 +301,7 @@ STAGES_OF: dict[tuple[str, ...], str] = {
     (): """run_id new artifact_root code_path num_rollout keep_full_checkpoints keep_latents_iterations actor_num_nodes
         actor_num_gpus_per_node rollout_num_engines device distributed_timeout_minutes keep_actors actor_idle_minutes
         dp_replicate_size deterministic_mode rollout_parser_num_workers rollout_max_retries reward_max_retries
-        refuse_other_versions ocr_num_workers eval_interval skip_eval_before_train stop_on_eval_failure""",
+        refuse_other_versions alignment_gate ocr_num_workers eval_interval skip_eval_before_train stop_on_eval_failure""",
     ("policy",): "use_lora lora_rank lora_alpha lora_target_modules lora_init_weights",
     ("policy", "update"): "seed",
     ("policy", "rollout", "update", "evaluation"): "hf_checkpoint",
@@ -317,8 +322,8 @@ STAGES_OF: dict[tuple[str, ...], str] = {
     ("evaluation",): "eval_prompt_data n_samples_per_eval_prompt diffusion_eval_num_steps",
     ("advantages",): """advantage_estimator disable_grpo_std_normalization globalize_reward_mean
         globalize_reward_std""",
-    ("update",): """train_backend fsdp_master_dtype fsdp_reduce_dtype gradient_checkpointing optimizer lr adam_beta1
-        adam_beta2 adam_eps weight_decay clip_grad lr_decay_style min_lr lr_warmup_init lr_warmup_iters
+    ("update",): """diffusion_recompute_old_log_prob train_backend fsdp_master_dtype fsdp_reduce_dtype
+        gradient_checkpointing optimizer lr adam_beta1 adam_beta2 adam_eps weight_decay clip_grad lr_decay_style min_lr lr_warmup_init lr_warmup_iters
         lr_warmup_fraction lr_decay_iters lr_wsd_decay_iters lr_wsd_decay_style global_batch_size num_steps_per_rollout
         micro_batch_size micro_batch_size_sample micro_batch_size_tstep diffusion_train_iter_order train_dp_split_mode
         loss_type diffusion_clip_range diffusion_adv_clip_max diffusion_kl_beta ref_mode""",

@@ -62,7 +62,10 @@ VICTIMS = {
     "scorer": "ray::RewardActor",
     "trainer": "ray::TrainerActor",
 }
-PATIENCE_SECONDS = 240
+# With any of these all processes end: fewer of them are started again sooner.
+OF_THE_HEAD = {"keeper", "raylet", "gcs"}
+FEWER = {"rollout_num_engines": 1, "actor_num_gpus_per_node": 1}
+PATIENCE_SECONDS = 400
 NEVER = "never reached"
 
 
@@ -82,8 +85,8 @@ class Outcome:
 class Case:
     """One run, in a home of its own that shares the undisturbed one's model."""
 
-    def __init__(self, home: Path, name: str, cli: bool) -> None:
-        self.home, self.cli = home / name, cli
+    def __init__(self, home: Path, name: str, cli: bool, few: bool = False) -> None:
+        self.home, self.cli, self.few = home / name, cli, few
         self.root = self.home / "artifacts"
         self.log = self.home / "log.txt"
         self.held_out = self.home / "held-out.txt"
@@ -97,7 +100,8 @@ class Case:
 
     def start(self, iterations: int, **variables: str) -> subprocess.Popen:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MILES_", "RAY_"))}
-        options = OPTIONS | {"run_id": "run", "artifact_root": str(self.root), "num_rollout": iterations}
+        options = OPTIONS | (FEWER if self.few else {})
+        options |= {"run_id": "run", "artifact_root": str(self.root), "num_rollout": iterations}
         options["eval_prompt_data"] = f"held-out {self.held_out}"
         if self.cli:
             flags = [word for name, value in options.items() for word in ("--" + name.replace("_", "-"), str(value))]
@@ -287,27 +291,41 @@ def main() -> int:
     parser.add_argument("--chunk", type=int, default=len(POINTS), help="points a run of the matrix")
     given = parser.parse_args()
     home = Path(tempfile.mkdtemp(prefix="miles-crash-"))
-    undisturbed = Case(home, "undisturbed", given.cli)
-    undisturbed.make()
+    victims = set(given.victims.split(","))
     longest = LONGEST if given.mode == "matrix" else RANDOM
-    if wait(undisturbed.start(longest)):
-        raise SystemExit(undisturbed.log.read_text())
-    base, models = undisturbed.digests(longest), undisturbed.home / "models"
-    assert "missing" not in base.values() and len(set(base.values())) == len(base)
-    print(f"undisturbed: {len(base)} stages", flush=True)
+    bases: dict[bool, dict[str, str]] = {}
+    undisturbed = [Case(home, f"undisturbed-{few}", given.cli, few) for few in (False, True)]
+    if given.mode == "random" or not victims & OF_THE_HEAD:
+        undisturbed.pop()
+    elif victims <= OF_THE_HEAD:
+        undisturbed.pop(0)
+    for one in undisturbed:
+        one.make()
+        if wait(one.start(longest)):
+            raise SystemExit(one.log.read_text())
+        bases[one.few] = base = one.digests(longest)
+        assert "missing" not in base.values() and len(set(base.values())) == len(base)
+        print(f"undisturbed: {len(base)} stages", flush=True)
+    models = undisturbed[0].home / "models"
     started = time.monotonic()
     until = started + 60 * given.minutes
     with ThreadPoolExecutor(given.jobs) as pool:
         if given.mode == "matrix":
-            good = matrix(pool, home, models, base, given, until)
+            good = matrix(pool, home, models, bases, given, until)
         else:
-            good = random_runs(pool, home, models, base, given, until)
-    undisturbed.close(keep=not good)
+            good = random_runs(pool, home, models, bases[False], given, until)
+    for one in undisturbed:
+        one.close(keep=not good)
     return 0 if good else 1
 
 
 def matrix(
-    pool: ThreadPoolExecutor, home: Path, models: Path, base: dict[str, str], given: argparse.Namespace, until: float
+    pool: ThreadPoolExecutor,
+    home: Path,
+    models: Path,
+    bases: dict[bool, dict[str, str]],
+    given: argparse.Namespace,
+    until: float,
 ) -> bool:
     """The lanes of all victims over the points they have not met; whether all ended with the same bits."""
     lanes = [] if given.afresh or not target("matrix").exists() else json.loads(target("matrix").read_text())["lanes"]
@@ -321,8 +339,8 @@ def matrix(
     for victim in given.victims.split(","):
         points = [point for point in given.points.split(",") if (point, victim) not in met]
         for n, some in enumerate(in_runs(points, given.chunk)):
-            case = Case(home, f"{victim}-{n}", given.cli)
-            jobs[pool.submit(lane, case, models, base, victim, some, until)] = victim
+            case = Case(home, f"{victim}-{n}", given.cli, victim in OF_THE_HEAD)
+            jobs[pool.submit(lane, case, models, bases[case.few], victim, some, until)] = victim
     good = True
     for job in as_completed(jobs):
         if outcomes := job.result():
@@ -336,7 +354,8 @@ def in_runs(points: list[str], chunk: int) -> list[list[str]]:
     """The points that one run can meet, a run each. A run's policy is made once: who is killed at its end does not come
     by where it is committed again."""
     alone = [point for point in points if point == "policy:end" and "policy:after_commit" in points]
-    others = [point for point in points if point not in alone]
+    # Who is killed after a commit finds the stage made, and comes by its end in the next iteration only: all ends together.
+    others = sorted((point for point in points if point not in alone), key=lambda point: point.endswith(":end"))
     return [alone] * bool(alone) + [others[n : n + chunk] for n in range(0, len(others), chunk)]
 
 

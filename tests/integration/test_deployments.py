@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,6 @@ from miles_core.store.lock import read_lock
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 DEPLOYMENTS = {"train", "iteration", "rerun-stage", "evaluate", "fork", "inspect"}
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    made = Place(tmp_path_factory.mktemp("home"))
-    yield made
-    made.miles("down")
 
 
 def up(place: Place, folder: Path) -> str:

@@ -4,7 +4,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -51,13 +51,6 @@ REPLACED = {
     "a parser while it writes": "rollout:written:11:kill9",
     "a scorer": "rewards:score:11:kill9",
 }
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    made = Place(tmp_path_factory.mktemp("home"))
-    yield made
-    made.miles("down")
 
 
 @pytest.fixture(scope="module")

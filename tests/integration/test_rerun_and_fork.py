@@ -3,7 +3,6 @@
 import re
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,6 @@ from miles_core.store.stages import ITERATION_STAGES
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
 SMALL = ["--rollout-batch-size", "2", "--n-samples-per-prompt", "4", "--num-steps-per-rollout", "1"]
 OTHER = ["--rm-type", "jpeg_incompressibility"]
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    made = Place(tmp_path_factory.mktemp("home"))
-    yield made
-    made.miles("down")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -19,13 +18,6 @@ from miles_core.rollout.sglang.engine import SglangEngine
 
 pytest.importorskip("sglang.multimodal_gen", reason="the sglang extra is not installed")
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    made = Place(tmp_path_factory.mktemp("home"))
-    yield made
-    made.miles("down")
 
 
 def servers(place: Place) -> list[psutil.Process]:

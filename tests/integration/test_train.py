@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -28,13 +27,6 @@ from miles_core.weights.packing import adapter_tensors
 from miles_core.weights.verify import probe_tolerance
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    made = Place(tmp_path_factory.mktemp("home"))
-    yield made
-    made.miles("down")
 
 
 @pytest.fixture(scope="module")

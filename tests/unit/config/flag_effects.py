@@ -323,8 +323,9 @@ STAGES_OF: dict[tuple[str, ...], str] = {
     ("advantages",): """advantage_estimator disable_grpo_std_normalization globalize_reward_mean
         globalize_reward_std""",
     ("update",): """diffusion_recompute_old_log_prob train_backend fsdp_master_dtype fsdp_reduce_dtype
-        gradient_checkpointing optimizer lr adam_beta1 adam_beta2 adam_eps weight_decay clip_grad lr_decay_style min_lr lr_warmup_init lr_warmup_iters
-        lr_warmup_fraction lr_decay_iters lr_wsd_decay_iters lr_wsd_decay_style global_batch_size num_steps_per_rollout
-        micro_batch_size micro_batch_size_sample micro_batch_size_tstep diffusion_train_iter_order train_dp_split_mode
+        gradient_checkpointing optimizer lr adam_beta1 adam_beta2 adam_eps weight_decay clip_grad
+        lr_decay_style min_lr lr_warmup_init lr_warmup_iters lr_warmup_fraction lr_decay_iters
+        lr_wsd_decay_iters lr_wsd_decay_style global_batch_size num_steps_per_rollout micro_batch_size
+        micro_batch_size_sample micro_batch_size_tstep diffusion_train_iter_order train_dp_split_mode
         loss_type diffusion_clip_range diffusion_adv_clip_max diffusion_kl_beta ref_mode""",
 }

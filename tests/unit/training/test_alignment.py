@@ -1,4 +1,4 @@
-"""Log-probs of engine and trainer that differ: told, stopped at, or replaced by the trainer's own (pitfalls 2 and 5)."""
+"""Log-probs of engine and trainer that differ: told, stopped at, or replaced by the trainer's own (pitfall 2)."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def same(files, one, other):
 
 
 def test_the_trainers_own_log_probs_make_the_first_ratio_one(iteration, make, true, shifted):
-    """Bit for bit, whatever the engine stored; without it a shift moves the policy elsewhere."""
+    """Bit for bit, whatever the engine stored; without it a shift moves the policy elsewhere (pitfall 2)."""
     files, recompute = iteration.files, {"diffusion_recompute_old_log_prob": True}
     plain, off = (make().update(files, given, f"alignment/{n}") for n, given in (("p", true), ("s", shifted)))
     one, other = (
@@ -51,6 +51,7 @@ def test_later_steps_keep_the_log_probs_of_before_the_first(iteration, make, tru
 
 
 def test_a_gate_that_stops_does_so_before_anything_moved(iteration, make, true, shifted):
+    """(pitfall 2)"""
     files, stopping = iteration.files, {"alignment_gate": "stop"}
     one = make(**stopping)
     with pytest.raises(StageError, match=r"0\.00013 from the engine's .* --diffusion-recompute-old-log-prob"):

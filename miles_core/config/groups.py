@@ -308,3 +308,21 @@ class LoraGroup(Group):
         None, "modules that carry the adapter; unset: the family's", affects=("policy",)
     )
     lora_init_weights: Literal["gaussian", "kaiming"] = option("gaussian", "initial A; B is zero", affects=("policy",))
+
+
+class DebugGroup(Group):
+    """Looking for a mismatch of engine and trainer."""
+
+    diffusion_debug_mode: bool = option(
+        False,
+        "keep the engine's model output at each trained step and have the trainer compare its own, step by step",
+        affects=("rollout", "update"),
+    )
+    debug_skip_optimizer_step: bool = option(
+        False, "compute losses and gradients and leave the policy as it is", affects=("update",)
+    )
+    debug_alignment: bool = option(
+        False,
+        "the alignment probe: both of the above. Also by MILES_SCRIPT_DEBUG_ALIGNMENT=1",
+        affects=("rollout", "update"),
+    )

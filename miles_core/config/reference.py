@@ -22,7 +22,7 @@ NOT_YET = frozenset(
     wandb_mode wandb_log_num_images wandb_log_image_interval custom_rollout_log_function_path
     custom_eval_rollout_log_function_path use_fault_tolerance rollout_health_check_interval
     rollout_health_check_timeout rollout_health_check_first_wait debug_rollout_only train_only
-    debug_skip_optimizer_step diffusion_debug_mode debug_alignment rm_types rm_weights ocr_recognition_only
+    rm_types rm_weights ocr_recognition_only
     diffusion_sde_window_scope
     """.split()
 )

@@ -11,6 +11,7 @@ from miles_core.config.groups import (
     AlgorithmGroup,
     ClusterGroup,
     DataGroup,
+    DebugGroup,
     EvaluationGroup,
     LoraGroup,
     OptimizerGroup,
@@ -36,6 +37,7 @@ class RunConfig(Group):
     reward: RewardGroup = Field(default_factory=RewardGroup)
     lora: LoraGroup = Field(default_factory=LoraGroup)
     evaluation: EvaluationGroup = Field(default_factory=EvaluationGroup)
+    debug: DebugGroup = Field(default_factory=DebugGroup)
 
     @property
     def samples_per_rollout(self) -> int:
@@ -67,6 +69,16 @@ class RunConfig(Group):
         """none or lora_base."""
         return self.algorithm.ref_mode or ("lora_base" if self.algorithm.diffusion_kl_beta > 0 else "none")
 
+    @property
+    def compares_outputs(self) -> bool:
+        """Whether model outputs are kept and compared (--diffusion-debug-mode)."""
+        return self.debug.diffusion_debug_mode or self.debug.debug_alignment
+
+    @property
+    def skips_optimizer_step(self) -> bool:
+        """Whether the policy is left as it is (--debug-skip-optimizer-step)."""
+        return self.debug.debug_skip_optimizer_step or self.debug.debug_alignment
+
     @model_validator(mode="after")
     def _together(self) -> "RunConfig":
         for check in CHECKS:
@@ -81,6 +93,9 @@ class RunConfig(Group):
             "num_steps_per_rollout": self.steps_per_rollout,
             "ref_mode": self.ref_mode,
             "diffusion_eval_num_steps": self.eval_num_steps,
+            "diffusion_debug_mode": self.compares_outputs,
+            "debug_skip_optimizer_step": self.skips_optimizer_step,
+            "debug_alignment": self.compares_outputs and self.skips_optimizer_step,
         }
         return values
 

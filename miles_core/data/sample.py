@@ -9,7 +9,8 @@ class Sample:
     """Tensors are torch tensors on the CPU, present only where a stage loaded them.
 
     generated_output: (3, H, W) float32 in [0, 1]. latents: (P, C, h, w), the trajectory at `latent_steps`
-    (P positions: i and i + 1 for each trained step i). sigmas: (T + 1,), timesteps: (T,), log_probs: (T,).
+    (P positions: i and i + 1 for each trained step i). sigmas: (T + 1,), timesteps: (T,), log_probs: (T,). model_outputs:
+    (S, C, h, w) at the S trained steps, where they were kept.
     """
 
     group_index: int
@@ -26,6 +27,7 @@ class Sample:
     log_probs: Any = None
     sde_step_indices: list[int] | None = None
     conditioning_id: str | None = None
+    model_outputs: Any = None
     reward: float | dict[str, float] | None = None
     remove_sample: bool = False
 

@@ -51,6 +51,8 @@ def optimize(step: Step, attempt: Attempt, upstream: Upstreams) -> Product:
     parts: list[Part] = [*made.parts, made.rows]
     told = {"policy_digest": made.policy_digest, "log_prob_mismatch": made.log_prob_mismatch}
     _warn(step, made.log_prob_mismatch)
+    for row in made.alignment:
+        print(f"  {_aligned(row)}", flush=True)
     return Product(parts, told | _figures(made.metrics))
 
 
@@ -61,6 +63,16 @@ def _warn(step: Step, mismatch: float) -> None:
     said = told(mismatch, algorithm.diffusion_clip_range, recompute=algorithm.diffusion_recompute_old_log_prob)
     if said and algorithm.alignment_gate == "warn":
         print(f"  warning: {said}", flush=True)
+
+
+def _aligned(row: dict[str, Any]) -> str:
+    said = (
+        f"alignment at step {row['step']} ({row['dtype']}, {row['pairs']} pairs): log-prob off "
+        f"{row['log_prob_mean_abs_diff']:.2g}, at most {row['log_prob_max_abs_diff']:.2g}"
+    )
+    if row["output_mean_rel_diff"] is None:
+        return f"{said}; the rollout holds no model outputs"
+    return f"{said}; model output off {row['output_mean_rel_diff']:.2g}, at most {row['output_max_rel_diff']:.2g}"
 
 
 def _steps_before(step: Step, policy: Manifest) -> int:

@@ -83,12 +83,16 @@ class DiffusersEngine:
             request.check_device(torch.cuda.is_available())
             steps = request.sde_steps()
             conditioning = self._conditioning(components, request)
-            latents, log_probs, sigmas, timesteps = self._denoise(components, request, conditioning, steps)
+            seen: list[Tensor] = []
+            latents, log_probs, sigmas, timesteps = self._denoise(components, request, conditioning, steps, seen)
+            told = torch.stack(seen, dim=1).float().cpu() if request.debug else [None] * request.num_outputs
             images = _decode(components.vae, latents[-1]).float().cpu()
             trajectory, probabilities = torch.stack(latents, dim=1).cpu(), torch.stack(log_probs, dim=1).cpu()
             ended = torch.cat([timesteps, timesteps.new_zeros(1)]).cpu()
             outputs = [
-                GeneratedOutput(request.seed + i, images[i], probabilities[i], trajectory[i], ended, sigmas.cpu())
+                GeneratedOutput(
+                    request.seed + i, images[i], probabilities[i], trajectory[i], ended, sigmas.cpu(), told[i]
+                )
                 for i in range(request.num_outputs)
             ]
             return GenerateResult(
@@ -187,8 +191,10 @@ class DiffusersEngine:
         request: GenerateRequest,
         conditioning: dict[str, Tensor],
         sde_steps: frozenset[int],
+        outputs: list[Tensor],
     ) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
-        """latents (K, C, h, w) at all T + 1 positions and log-probs (K,) of all T steps, fp32; sigmas, timesteps."""
+        """latents (K, C, h, w) at all T + 1 positions and log-probs (K,) of all T steps, fp32; sigmas, timesteps.
+        With request.debug the model's output at each step goes into `outputs`."""
         count, device = request.num_outputs, self._device
         shape = (count, *self._family.latent_shape(request.height, request.width))
         sigmas, timesteps = self._family.sigmas_and_timesteps(
@@ -204,6 +210,8 @@ class DiffusersEngine:
             output = self._family.forward(
                 components.transformer, sample, timesteps[i].expand(count), batched, request.guidance_scale, self._dtype
             )
+            if request.debug:
+                outputs.append(output)
             if i in sde_steps:
                 noise = _noise(shape, generators).to(device)
                 sample, log_prob = backend.step(output, sample, sigmas[i], sigmas[i + 1], sigmas[1], noise)

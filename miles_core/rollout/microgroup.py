@@ -37,7 +37,8 @@ def microgroups(data: Sequence[Part], latents: Sequence[Part]) -> list[Microgrou
 
 
 def joined(files: Files, microgroup: Microgroup, columns: list[str]) -> pa.Table:
-    """`columns` of the rows (sample_index and latents_digest among them), with latent_steps and latents.
+    """`columns` of the rows (sample_index and latents_digest among them), with latent_steps and latents, and the model's
+    outputs where they were kept.
 
     Raises StageError where the latents are not those of these rows, PrunedError where they were pruned, DamagedError.
     """
@@ -47,7 +48,7 @@ def joined(files: Files, microgroup: Microgroup, columns: list[str]) -> pa.Table
             f"{microgroup.latents.path} holds other latents than {microgroup.data.path} was written with: {mismatch}; "
             "run the rollout again"
         )
-    for name in ("latent_steps", "latents"):
+    for name in (n for n in ("latent_steps", "latents", "model_outputs") if n in latents.column_names):
         rows = rows.append_column(latents.schema.field(name), latents.column(name))
     return rows
 

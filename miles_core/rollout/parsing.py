@@ -152,11 +152,11 @@ def rollout_tables(
     for key, output in zip(samples, result.outputs, strict=True):
         _check(key["sample_index"], output)
     columns = zip(
-        *(_row(key, output, positions) for key, output in zip(samples, result.outputs, strict=True)), strict=True
+        *(_row(key, output, positions, steps) for key, output in zip(samples, result.outputs, strict=True)), strict=True
     )
-    indices, groups, seeds, images, sigmas, timesteps, log_probs, latents = (list(column) for column in columns)
+    indices, groups, seeds, images, sigmas, timesteps, log_probs, latents, outputs = (list(c) for c in columns)
     count = len(result.outputs)
-    trajectories = _trajectories(indices, positions, latents)
+    trajectories = _trajectories(indices, positions, latents, outputs if request.debug else [])
     values = {
         "sample_index": indices,
         "group_index": groups,
@@ -235,7 +235,7 @@ def _check(sample_index: int, output: GeneratedOutput) -> None:
             raise StageError(f"sample {sample_index}: {name} came as {tensor.dtype}, float32 is stored")
 
 
-def _row(key: SampleKey, output: GeneratedOutput, positions: list[int]) -> tuple[object, ...]:
+def _row(key: SampleKey, output: GeneratedOutput, positions: list[int], steps: list[int]) -> tuple[object, ...]:
     return (
         key["sample_index"],
         key["group_index"],
@@ -245,13 +245,27 @@ def _row(key: SampleKey, output: GeneratedOutput, positions: list[int]) -> tuple
         output.timesteps[: len(output.log_probs)],
         output.log_probs,
         output.latents[positions],
+        None if output.model_outputs is None else output.model_outputs[steps],
     )
 
 
-def _trajectories(indices: list[int], positions: list[int], latents: list[torch.Tensor]) -> pa.Table:
-    schema = latents_schema(latent_shape=latents[0].shape[1:], positions=len(positions), latent_dtype=pa.float32())
-    columns: list[list] = [indices, [positions] * len(indices), latents, [""] * len(indices)]
-    arrays = [_array(values, field.type) for values, field in zip(columns, schema, strict=True)]
+def _trajectories(
+    indices: list[int], positions: list[int], latents: list[torch.Tensor], outputs: list[torch.Tensor]
+) -> pa.Table:
+    schema = latents_schema(
+        latent_shape=latents[0].shape[1:],
+        positions=len(positions),
+        latent_dtype=pa.float32(),
+        outputs=len(outputs[0]) if outputs else 0,
+    )
+    columns: dict[str, list] = {
+        "sample_index": indices,
+        "latent_steps": [positions] * len(indices),
+        "latents": latents,
+        "model_outputs": outputs,
+        ROW_DIGEST: [""] * len(indices),
+    }
+    arrays = [_array(columns[field.name], field.type) for field in schema]
     return with_row_digests(pa.table(arrays, schema=schema))
 
 

@@ -17,7 +17,7 @@ class GenerateRequest:
     """One microgroup: `num_outputs` samples of one prompt; output i uses `seed + i`.
 
     `sde_step_indices` lists the steps taken as SDE steps (None: all of them); the others are ODE steps.
-    Guidance is on when `guidance_scale > 1` and `negative_prompt` is not None.
+    Guidance is on when `guidance_scale > 1` and `negative_prompt` is not None. `debug`: with the model's outputs.
     """
 
     prompt: str
@@ -33,6 +33,7 @@ class GenerateRequest:
     log_prob_no_const: bool
     sde_step_indices: tuple[int, ...] | None
     generator_device: str
+    debug: bool = False
 
     @property
     def guided(self) -> bool:
@@ -67,7 +68,8 @@ class GenerateRequest:
 @dataclass
 class GeneratedOutput:
     """image (3, H, W) float32 in [0, 1]; log_probs (T,) float32, 0 on ODE steps; latents (T + 1, C, h, w) in
-    the dtype the log-prob was computed from; timesteps (T + 1,) float32, last 0; sigmas (T + 1,) float32."""
+    the dtype the log-prob was computed from; timesteps (T + 1,) float32, last 0; sigmas (T + 1,) float32. model_outputs
+    (T, C, h, w) float32, guidance applied, where the request asked for them."""
 
     seed: int
     image: torch.Tensor
@@ -75,6 +77,7 @@ class GeneratedOutput:
     latents: torch.Tensor
     timesteps: torch.Tensor
     sigmas: torch.Tensor
+    model_outputs: torch.Tensor | None = None
 
 
 @dataclass

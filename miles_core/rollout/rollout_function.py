@@ -90,4 +90,5 @@ def sampling_params(args: Any, microgroup: list[Sample], seed: int) -> dict[str,
         "log_prob_no_const": args.diffusion_log_prob_no_const,
         "sde_step_indices": None if steps is None else tuple(steps),
         "generator_device": args.diffusion_generator_device,
+        "debug": args.diffusion_debug_mode,
     }

@@ -125,9 +125,14 @@ def rollout_schema(*, sde_steps: int, steps: int) -> pa.Schema:
     )
 
 
-def latents_schema(*, latent_shape: Sequence[int], positions: int, latent_dtype: pa.DataType) -> pa.Schema:
+def latents_schema(
+    *, latent_shape: Sequence[int], positions: int, latent_dtype: pa.DataType, outputs: int = 0
+) -> pa.Schema:
     """Schema of a rollout's trajectories: `latent_shape` is one latent's shape (C, H, W), `positions` how many
-    trajectory positions are stored, `latent_dtype` the dtype the log-prob was computed from."""
+    trajectory positions are stored, `latent_dtype` the dtype the log-prob was computed from. `outputs`: how many model
+    outputs beside them; 0 without --diffusion-debug-mode."""
+    what = "the model's output, guidance applied, at each of `sde_step_indices`; with --diffusion-debug-mode alone"
+    debug = [tensor("model_outputs", pa.float32(), (outputs, *latent_shape), what)] if outputs else []
     return _schema(
         "rollout",
         [
@@ -139,6 +144,7 @@ def latents_schema(*, latent_shape: Sequence[int], positions: int, latent_dtype:
                 shape=(positions,),
             ),
             tensor("latents", latent_dtype, (positions, *latent_shape), "trajectory at `latent_steps`"),
+            *debug,
         ],
     )
 

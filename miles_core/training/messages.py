@@ -30,10 +30,12 @@ class UpdateInputs:
 class UpdateResult:
     """What an update wrote, the same on every rank: `rows` (data/steps.parquet), `parts` beside it (checkpoint,
     adapter, probe), and the rows once more as `metrics`. policy_digest: of the new policy. log_prob_mismatch: mean absolute
-    difference of the trainer's log-probs from the engine's before the first optimizer step."""
+    difference of the trainer's log-probs from the engine's before the first optimizer step. alignment: a row a denoising
+    step (alignment.json), where outputs are compared."""
 
     parts: list[Part]
     rows: Part
     metrics: list[dict[str, Any]]
     policy_digest: str
     log_prob_mismatch: float
+    alignment: list[dict[str, Any]]

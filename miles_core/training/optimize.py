@@ -21,8 +21,10 @@ def make_adamw(parameters: Mapping[str, nn.Parameter], config: OptimizerGroup) -
     )
 
 
-def clip_and_step(optimizer: torch.optim.AdamW, lr: float, clip_grad: float, samples: set[int]) -> float:
-    """Clip the global gradient norm to `clip_grad` (0: off) and step; returns the norm before clipping. A collective.
+def clip_and_step(optimizer: torch.optim.AdamW, lr: float | None, clip_grad: float, samples: set[int]) -> float:
+    """Clip the global gradient norm to `clip_grad` (0: off) and step, or only drop the gradient where `lr` is None.
+
+    Returns the norm before clipping. A collective.
 
     Raises StageError before the step, with the step's `samples`, where the norm is not finite.
     """
@@ -34,9 +36,10 @@ def clip_and_step(optimizer: torch.optim.AdamW, lr: float, clip_grad: float, sam
         refuse(samples, "the gradient norm of the step")
     if clip_grad > 0:
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_grad, norm)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
+    if lr is not None:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
     optimizer.zero_grad()
     return float(norm.item())
 

@@ -4,6 +4,7 @@ from miles_core.store.parts import file_part
 
 ADAPTER_FILE = "adapter/pytorch_lora_weights.safetensors"
 ROWS_FILE = "data/steps.parquet"
+ALIGNMENT_FILE = "alignment.json"
 PROBE_FILE = "probe.safetensors"
 
 

@@ -130,7 +130,9 @@ def read_samples(files: Files, part_of: Mapping[int, Microgroup], rows: Sequence
 def _samples(table: pa.Table) -> list[Sample]:
     latents = _tensors(table, "latents")
     sigmas, timesteps, log_probs = (_tensors(table, name) for name in ("sigmas", "timesteps", "log_probs"))
-    plain = table.drop_columns(["latents", "sigmas", "timesteps", "log_probs"]).to_pylist()
+    outputs = _tensors(table, "model_outputs") if "model_outputs" in table.column_names else None
+    tensors = {"latents", "sigmas", "timesteps", "log_probs", "model_outputs"}
+    plain = table.drop_columns([name for name in table.column_names if name in tensors]).to_pylist()
     return [
         Sample(
             group_index=row["group_index"],
@@ -145,6 +147,7 @@ def _samples(table: pa.Table) -> list[Sample]:
             log_probs=log_probs[i],
             sde_step_indices=row["sde_step_indices"],
             conditioning_id=row["conditioning_id"],
+            model_outputs=None if outputs is None else outputs[i],
         )
         for i, row in enumerate(plain)
     ]

@@ -4,6 +4,7 @@ A plain class; the runtime makes one actor of it per rank. Every method but `pol
 it with the same arguments.
 """
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,8 @@ from miles_core.store.digest import content_digest
 from miles_core.store.files import Files
 from miles_core.store.parts import Part, read_bytes, write_file, write_table
 from miles_core.training import checkpoint as ckpt
-from miles_core.training.alignment import Difference, gate, over_all_ranks, recomputed
+from miles_core.training.alignment import Gap, compared, gate, merged
+from miles_core.training.alignment import rows as alignment_rows
 from miles_core.training.batch import not_finite
 from miles_core.training.determinism import make_deterministic
 from miles_core.training.distributed import gather, open_store, rank_mesh, start_process_group, together
@@ -35,7 +37,7 @@ from miles_core.training.messages import UpdateInputs, UpdateResult
 from miles_core.training.metrics import update_table
 from miles_core.training.model import assign, attach_lora, lora_parameters, shard, whole
 from miles_core.training.optimize import clip_and_step, make_adamw, refuse
-from miles_core.training.output import ADAPTER_FILE, PROBE_FILE, ROWS_FILE, content_of, short_name
+from miles_core.training.output import ADAPTER_FILE, ALIGNMENT_FILE, PROBE_FILE, ROWS_FILE, content_of, short_name
 from miles_core.training.probe import Probe, check_parity, encode_probe, read_probe, run_probe
 from miles_core.training.roll_call import RollCall, is_lost
 from miles_core.training.step import Accumulation, RankShare, accumulate
@@ -181,17 +183,19 @@ class TrainerRank:
         if probe is not None and before is not None:
             check_parity(probe, before, self.config.training.diffusion_forward_dtype)
         self._held = None
-        numbers = range(self.config.steps_per_rollout)
-        ready = [self._recomputed(files, rollout, n) for n in numbers] if self._recomputes else []
-        gaps = [gap for _, gap in ready]
-        rows = [
-            self._step(rollout, n, ready[n][0] if ready else self._share(files, rollout, n), progress) for n in numbers
-        ]
-        mismatch = sum(gaps, Difference()).mean if ready else float(rows[0]["log_prob_mean_abs_diff"])
+        numbers, shares, gaps = range(self.config.steps_per_rollout), dict[int, RankShare](), list[dict[int, Gap]]()
+        if self._recomputes or self.config.compares_outputs:
+            for n in numbers:
+                shares[n], gap = self._compared(files, rollout, n)
+                gaps.append(gap)
+        of_all = merged([one for found in gather(gaps) for one in found])
+        rows = [self._step(rollout, n, shares.get(n) or self._share(files, rollout, n), progress) for n in numbers]
+        mismatch = sum(of_all.values(), Gap()).mean if gaps else float(rows[0]["log_prob_mean_abs_diff"])
         self._at("update", "the probe after the last step")
         after = None if probe is None else run_probe(probe, self._predict, self._device)
         probed = None if before is None or after is None else encode_probe(before, after)
-        return self._write(files, out_dir, rows, probed, mismatch)
+        aligned = alignment_rows(of_all, self.config.training.diffusion_forward_dtype)
+        return self._write(files, out_dir, rows, probed, mismatch, aligned if self.config.compares_outputs else [])
 
     @contextmanager
     def _verb(self, verb: str) -> Iterator[None]:
@@ -231,15 +235,15 @@ class TrainerRank:
         refuse(set().union(*gather(not_finite(share.samples, share.pairs))), "a stored log-prob or advantage")
         return share
 
-    def _recomputed(self, files: Files, rollout: Rollout, number: int) -> tuple[RankShare, Difference]:
-        """The same with this trainer's log-probs under the policy that no step has changed yet."""
+    def _compared(self, files: Files, rollout: Rollout, number: int) -> tuple[RankShare, dict[int, Gap]]:
+        """The same with this trainer's log-probs where they are asked for, under the policy that no step has changed yet."""
         share, args = self._share(files, rollout, number), row_args(self.config, rollout.dynamics)
         passes, step = max(1, *gather(len(share.micro_batches))), (number + 1, self.config.steps_per_rollout)
 
         def on_pass(coming: int) -> None:
             self._at("update", "old log-probs", step=step, forward=(coming + 1, passes))
 
-        made, gap = recomputed(
+        made, gaps = compared(
             self._transformer,
             self._predict,
             LossContext(args=args, sde_backend=sde_step_backend(args)),
@@ -250,7 +254,7 @@ class TrainerRank:
             device=self._device,
             on_pass=on_pass,
         )
-        return made, over_all_ranks(gap)
+        return made if self._recomputes else share, gaps
 
     def _step(self, rollout: Rollout, number: int, share: RankShare, progress: Progress | None) -> dict[str, Any]:
         """One optimizer step; its row."""
@@ -297,7 +301,8 @@ class TrainerRank:
                 raise StageError(stop)
         lr = learning_rate(self._global_step, args)
         samples = {row.sample_index for row in batch}
-        grad_norm = clip_and_step(self._optimizer, lr, self.config.optimizer.clip_grad, samples)
+        step_with = None if self.config.skips_optimizer_step else lr
+        grad_norm = clip_and_step(self._optimizer, step_with, self.config.optimizer.clip_grad, samples)
         self._at("update", "after the optimizer step", step=step)
         fault_point("update:after_step")
         row = {
@@ -319,7 +324,13 @@ class TrainerRank:
         return self._family.forward(self._transformer, latents, timesteps, conditioning, guidance, self._dtype)
 
     def _write(
-        self, files: Files, out_dir: str, rows: list[dict[str, Any]], probe: bytes | None, mismatch: float
+        self,
+        files: Files,
+        out_dir: str,
+        rows: list[dict[str, Any]],
+        probe: bytes | None,
+        mismatch: float,
+        aligned: list[dict[str, Any]],
     ) -> UpdateResult:
         self._at("update", "gathering the policy")
         adapter = self._adapter()
@@ -340,6 +351,8 @@ class TrainerRank:
             )
             if probe is not None:
                 mine[PROBE_FILE] = probe
+            if aligned:
+                mine[ALIGNMENT_FILE] = json.dumps(aligned, indent=1).encode()
         parts = self._store("update", files, out_dir, mine)
         self._at("update", "writing the rows")
         table = update_table(rows)
@@ -350,7 +363,7 @@ class TrainerRank:
         self._policy = digest
         state = [(short_name(part.path), part.content) for part in parts]
         self._held = _state_key((name, content) for name, content in state if name.startswith(f"{ckpt.FOLDER}/"))
-        return UpdateResult(parts=parts, rows=steps, metrics=rows, policy_digest=digest, log_prob_mismatch=mismatch)
+        return UpdateResult(parts, steps, rows, digest, mismatch, aligned)
 
     def _store(self, verb: str, files: Files, out_dir: str, mine: dict[str, bytes]) -> list[Part]:
         """Write this rank's files; the parts of all ranks in path order."""

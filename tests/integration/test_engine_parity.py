@@ -191,6 +191,19 @@ def test_the_answer_holds_the_conditioning_once_and_only_where_it_is_asked_for(s
     assert torch.equal(one, other)
 
 
+def test_model_outputs_agree_where_they_are_asked_for(server, embedded):
+    """What the alignment probe compares a trainer's with: at every step, guidance applied."""
+    theirs, mine = (engine.generate(replace(BASE, debug=True)).outputs for engine in (server, embedded))
+    for other, output in zip(theirs, mine, strict=True):
+        assert (
+            other.model_outputs.shape
+            == output.model_outputs.shape
+            == (BASE.num_inference_steps, *output.latents.shape[1:])
+        )
+        assert (other.model_outputs - output.model_outputs).abs().max() < 1e-4
+    assert all(output.model_outputs is None for output in server.generate(BASE).outputs)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"sde_step_indices": ()}, {"sde_step_indices": (6,)}, {"height": 60}, {"generator_device": "cuda"}],

@@ -54,7 +54,7 @@ def body_of(request: GenerateRequest, *, conditioning: bool = False) -> dict[str
         "rollout_noise_level": request.noise_level,
         # A step without noise has no log-prob with constants; ours is 0 there.
         "rollout_log_prob_no_const": request.log_prob_no_const or request.sde_type == "ode",
-        "rollout_debug_mode": False,
+        "rollout_debug_mode": request.debug and not conditioning,
         "rollout_return_denoising_env": conditioning,
         "rollout_return_dit_trajectory": not conditioning,
         "rollout_sde_step_indices": None if steps is None else list(steps),
@@ -107,6 +107,7 @@ def _output(answer: dict[str, Any], request: GenerateRequest, index: int) -> Gen
             latents=trajectory["latents"],
             timesteps=trajectory["timesteps"],
             sigmas=trajectory["sigmas"],
+            model_outputs=answer["rollout_debug_tensors"]["rollout_model_outputs"].float() if request.debug else None,
         )
     except (KeyError, TypeError, AttributeError) as fault:
         raise StageError(f"the server's output lacks {fault}") from None

@@ -116,6 +116,15 @@ def attention_of_the_server(c: RunConfig, place: Place) -> str:
     return words[words.index("--attention-backend") + 1] if "--attention-backend" in words else ""
 
 
+def keeps_outputs(c: RunConfig, place: Place) -> bool:
+    sample = Sample(group_index=0, index=0, prompt="p", seed=1)
+    return bool(sampling_params(c.args(), [sample], 0)["debug"])
+
+
+def alignment_probe(c: RunConfig, place: Place) -> tuple[bool, bool]:
+    return keeps_outputs(c, place), c.skips_optimizer_step
+
+
 def seconds_of_a_call(c: RunConfig, place: Place) -> float:
     return Workers(c, resolve_inputs(c), place.root).seconds
 

@@ -294,7 +294,22 @@ EVALUATION: dict[str, Effect | OneChoice] = {
     "stop_on_eval_failure": Effect(True, evaluated.after_a_failure, "goes on", "ends", base=EVALUATED),
 }
 
-EFFECTS = RUN | CLUSTER | TRAINING | OPTIMIZER | ROLLOUT | DATA | ALGORITHM | REWARD | LORA | EVALUATION
+BOTH = ("diffusion_debug_mode", "debug_skip_optimizer_step")
+DEBUG: dict[str, Effect | OneChoice] = {
+    "diffusion_debug_mode": Effect(
+        True,
+        see.keeps_outputs,
+        False,
+        True,
+        tests=(f"{ALIGNMENT}test_model_outputs_are_compared_by_step_and_dtype",),
+    ),
+    "debug_skip_optimizer_step": Effect(
+        True, tests=(f"{ALIGNMENT}test_a_skipped_step_leaves_the_policy_and_the_next_iteration_goes_on",)
+    ),
+    "debug_alignment": Effect(True, see.alignment_probe, (False, False), (True, True), derives=BOTH),
+}
+
+EFFECTS = RUN | CLUSTER | TRAINING | OPTIMIZER | ROLLOUT | DATA | ALGORITHM | REWARD | LORA | EVALUATION | DEBUG
 
 # What each option's result is in, said once more than in its declaration: a declaration that is forgotten shows.
 STAGES_OF: dict[tuple[str, ...], str] = {
@@ -316,13 +331,15 @@ STAGES_OF: dict[tuple[str, ...], str] = {
         "evaluation",
     ): """rollout_engine sglang_options diffusion_guidance_scale diffusion_negative_prompt diffusion_height
         diffusion_width diffusion_generator_device rollout_microgroup_size""",
-    ("rollout", "update"): "diffusion_log_prob_no_const",
+    ("rollout", "update"): "diffusion_log_prob_no_const diffusion_debug_mode debug_alignment",
     ("rollout", "update", "evaluation"): "diffusion_forward_dtype diffusion_model_family",
     ("rewards", "evaluation"): "rm_type ocr_engine ocr_min_confidence ocr_det_model_dir ocr_rec_model_dir",
     ("evaluation",): "eval_prompt_data n_samples_per_eval_prompt diffusion_eval_num_steps",
     ("advantages",): """advantage_estimator disable_grpo_std_normalization globalize_reward_mean
         globalize_reward_std""",
-    ("update",): """diffusion_recompute_old_log_prob train_backend fsdp_master_dtype fsdp_reduce_dtype
+    (
+        "update",
+    ): """debug_skip_optimizer_step diffusion_recompute_old_log_prob train_backend fsdp_master_dtype fsdp_reduce_dtype
         gradient_checkpointing optimizer lr adam_beta1 adam_beta2 adam_eps weight_decay clip_grad
         lr_decay_style min_lr lr_warmup_init lr_warmup_iters lr_warmup_fraction lr_decay_iters
         lr_wsd_decay_iters lr_wsd_decay_style global_batch_size num_steps_per_rollout micro_batch_size

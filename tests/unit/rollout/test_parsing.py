@@ -148,7 +148,9 @@ class TestRolloutTable:
         assert parts[0].latents.content == parts[1].latents.content != parts[2].latents.content
 
     def test_negative_prompt_is_null_without_guidance(self):
-        table, _ = rollout_tables(result(guided=False), REQUEST, samples=SAMPLES, sde_steps=(1,), **WHOSE)
+        table, _ = rollout_tables(
+            result(guided=False), replace(REQUEST, guidance_scale=1.0), samples=SAMPLES, sde_steps=(1,), **WHOSE
+        )
         assert table.column("negative_prompt").to_pylist() == [None, None]
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

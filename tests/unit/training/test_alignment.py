@@ -1,12 +1,16 @@
 """Log-probs of engine and trainer that differ: told, stopped at, or replaced by the trainer's own (pitfall 2)."""
 
+import json
+
 import pytest
 import torch
-from trained_rollouts import SHIFTS, checkpoint_tensors
+from trained_rollouts import SDE_STEPS, SHIFTS, Iteration, checkpoint_tensors, follow
 
 from miles_core.errors import StageError
-from miles_core.training.alignment import Difference, gate, told
+from miles_core.store.parts import read_bytes
+from miles_core.training.alignment import Gap, gate, merged, told
 
+DEBUG = {"diffusion_debug_mode": True}
 MEAN_SHIFT = sum(map(abs, SHIFTS)) / len(SHIFTS)
 
 
@@ -62,6 +66,51 @@ def test_a_gate_that_stops_does_so_before_anything_moved(iteration, make, true, 
     make(**stopping, diffusion_recompute_old_log_prob=True).update(files, shifted, "alignment/own")
 
 
+@pytest.fixture(scope="module")
+def debugged(iteration, tmp_path_factory):
+    """The same iteration with the engine's model outputs kept."""
+    return Iteration(tmp_path_factory.mktemp("debugged"), iteration.model, iteration.adapter, debug=True)
+
+
+def test_model_outputs_are_compared_by_step_and_dtype(debugged, make):
+    found = {}
+    for dtype in ("fp32", "bf16"):
+        given = debugged.inputs(f"compared-{dtype}")
+        one = make(diffusion_debug_mode=True, diffusion_forward_dtype=dtype)
+        result = one.update(debugged.files, given, f"compared/{dtype}")
+        assert [(row["step"], row["dtype"], row["pairs"]) for row in result.alignment] == [
+            (n, dtype, 4) for n in SDE_STEPS
+        ]
+        (part,) = [part for part in result.parts if part.path.endswith("alignment.json")]
+        assert json.loads(read_bytes(debugged.files, part)) == result.alignment
+        found[dtype] = result.alignment
+    for exact, coarse in zip(found["fp32"], found["bf16"], strict=True):
+        assert 0 < exact["output_mean_rel_diff"] <= exact["output_max_rel_diff"] < 1e-5
+        assert 0 <= exact["log_prob_mean_abs_diff"] <= exact["log_prob_max_abs_diff"] < 1e-6
+        assert coarse["output_mean_rel_diff"] > 1e-3 and coarse["log_prob_mean_abs_diff"] > 1e-6
+
+
+def test_comparing_changes_nothing_that_is_trained(debugged, make):
+    files, given = debugged.files, debugged.inputs("unchanged")
+    plain, looked = (make(**c).update(files, given, f"unchanged/{n}") for n, c in (("p", {}), ("l", DEBUG)))
+    assert same(files, plain, looked) and plain.alignment == []
+
+
+def test_without_the_engines_outputs_log_probs_are_compared_alone(iteration, make, true):
+    rows = make(**DEBUG).update(iteration.files, true, "alignment/plain-rollout").alignment
+    assert [row["output_mean_rel_diff"] for row in rows] == [None] * 3
+    assert 0 < max(row["log_prob_max_abs_diff"] for row in rows) < 1e-6
+
+
+def test_a_skipped_step_leaves_the_policy_and_the_next_iteration_goes_on(iteration, make, true):
+    files, skipping = iteration.files, {"debug_skip_optimizer_step": True}
+    one = make(**skipping)
+    result = one.update(files, true, "alignment/skipped")
+    assert result.policy_digest == iteration.digest and result.metrics[0]["grad_norm"] > 0
+    again = one.update(files, follow(iteration, result, "alignment-next", 1), "alignment/next")
+    assert again.policy_digest == iteration.digest and again.metrics[0]["global_step"] == 1
+
+
 def test_what_is_told_and_from_when() -> None:
     assert told(4e-5, 1e-4, recompute=False) == ""
     assert "--diffusion-recompute-old-log-prob, or both the same precision" in told(6e-5, 1e-4, recompute=False)
@@ -71,6 +120,6 @@ def test_what_is_told_and_from_when() -> None:
 
 
 def test_differences_add_up() -> None:
-    summed = Difference(2.0, 1.5, 4) + Difference(1.0, 0.5, 2)
-    assert (summed.mean, summed.largest, summed.pairs) == (0.5, 1.5, 6)
-    assert Difference().mean == 0
+    one, other = merged([{1: Gap(4, 2.0, 1.5, 0.4, 0.3)}, {1: Gap(2, 1.0, 0.5, 0.2, 0.2), 0: Gap(1, 0.5, 0.5)}]).items()
+    assert one == (0, Gap(1, 0.5, 0.5)) and other == (1, Gap(6, 3.0, 1.5, pytest.approx(0.6), 0.3))
+    assert other[1].mean == 0.5 and Gap().mean == 0

@@ -81,7 +81,7 @@ def _targets(tensors: dict[str, torch.Tensor]) -> list[str]:
 
 
 def generate(
-    model: Path, push: bytes, prompt: str, first_seed: int
+    model: Path, push: bytes, prompt: str, first_seed: int, debug: bool = False
 ) -> tuple[GenerateRequest, GenerateResult, torch.Tensor]:
     """One microgroup of the policy `push`, and the engine's output on its first latent (the probe)."""
     engine = DiffusersEngine(name="e0", checkpoint=str(model), family="sd3", dtype="fp32", device="cpu")
@@ -102,6 +102,7 @@ def generate(
             log_prob_no_const=False,
             sde_step_indices=SDE_STEPS,
             generator_device="cpu",
+            debug=debug,
         )
         result = engine.generate(request)
         first = result.outputs[0]
@@ -122,7 +123,9 @@ def generate(
 class Iteration:
     """Committed rollout, conditioning, probe, advantages and policy/init under one artifact root."""
 
-    def __init__(self, root: Path, model: Path, adapter: bytes, prompts: Sequence[str] = PROMPTS) -> None:
+    def __init__(
+        self, root: Path, model: Path, adapter: bytes, prompts: Sequence[str] = PROMPTS, debug: bool = False
+    ) -> None:
         self.files, self.model, self.adapter = Files(str(root)), model, adapter
         self.push = to_push(adapter)
         self.digest = policy_digest(self.push)
@@ -132,7 +135,7 @@ class Iteration:
         self.conditioning: list[Part] = []
         self.probe: Part | None = None
         for group, prompt in enumerate(prompts):
-            request, result, output = generate(model, self.push, prompt, 100 + 10 * group)
+            request, result, output = generate(model, self.push, prompt, 100 + 10 * group, debug)
             keys = [{"sample_index": GROUP * group + i, "group_index": group} for i in range(GROUP)]
             rows, latents = rollout_tables(
                 result,

@@ -351,12 +351,12 @@ def matrix(
 
 
 def in_runs(points: list[str], chunk: int) -> list[list[str]]:
-    """The points that one run can meet, a run each. A run's policy is made once: who is killed at its end does not come
-    by where it is committed again."""
-    alone = [point for point in points if point == "policy:end" and "policy:after_commit" in points]
-    # Who is killed after a commit finds the stage made, and comes by its end in the next iteration only: all ends together.
-    others = sorted((point for point in points if point not in alone), key=lambda point: point.endswith(":end"))
-    return [alone] * bool(alone) + [others[n : n + chunk] for n in range(0, len(others), chunk)]
+    """The points that one run can meet, a run each. A run's policy is made once, by whoever is not killed too: each of
+    its points needs a run of its own. Who is killed after a commit finds the stage made, and comes by its end in the next
+    iteration only: all ends together."""
+    alone = [[point] for point in points if point.startswith("policy:")]
+    others = sorted((point for point in points if [point] not in alone), key=lambda point: point.endswith(":end"))
+    return alone + [others[n : n + chunk] for n in range(0, len(others), chunk)]
 
 
 def lane_report(victim: str, outcomes: list[Outcome], jobs: int) -> dict[str, object]:

@@ -199,6 +199,10 @@ def engine(c: RunConfig) -> None:
     options = c.rollout.sglang_options
     if options and c.cluster.rollout_engine != "sglang":
         raise ValueError(f"--sglang-{next(iter(options)).replace('_', '-')} needs --rollout-engine sglang")
+    if c.cluster.use_fault_tolerance and c.cluster.rollout_engine != "sglang":
+        raise ValueError(
+            "--use-fault-tolerance looks after sglang servers: give --rollout-engine sglang, or leave it out"
+        )
     for name in _OWN:
         if name in options:
             raise ValueError(f"--sglang-{name.replace('_', '-')} is given by the run itself: leave it out")

@@ -43,6 +43,12 @@ class ClusterGroup(Group):
         "engine that generates: the embedded diffusers engine, or a sglang server of its own",
         affects=("rollout", "evaluation"),
     )
+    use_fault_tolerance: bool = option(
+        False, "look after the sglang servers: one that lives and does not answer is replaced, as a dead one always is"
+    )
+    rollout_health_check_interval: float = option(30.0, "seconds between two looks", gt=0, le=86_400)
+    rollout_health_check_timeout: float = option(30.0, "seconds that an answer may take", gt=0, le=86_400)
+    rollout_health_check_first_wait: float = option(0.0, "seconds before the first look", ge=0, le=86_400)
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto", "device of trainer and engines; auto: cuda where there is one"
     )

@@ -20,8 +20,8 @@ NOT_YET = frozenset(
     ema_decay_init ema_decay_ramp ema_decay_max ema_decay_flat_steps save save_interval no_save_optim load ckpt_step
     no_load_optim no_load_rng use_wandb wandb_project wandb_group wandb_run_id wandb_team wandb_host wandb_dir
     wandb_mode wandb_log_num_images wandb_log_image_interval custom_rollout_log_function_path
-    custom_eval_rollout_log_function_path use_fault_tolerance rollout_health_check_interval
-    rollout_health_check_timeout rollout_health_check_first_wait debug_rollout_only train_only
+    custom_eval_rollout_log_function_path
+    debug_rollout_only train_only
     rm_types rm_weights ocr_recognition_only
     diffusion_sde_window_scope
     """.split()

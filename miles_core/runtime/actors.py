@@ -37,11 +37,18 @@ def _engine(name: str, config: RunConfig, checkpoint: str, family: str, device: 
     made: dict[str, Any] = {"name": name, "checkpoint": checkpoint, "family": family, "device": device}
     made["dtype"] = config.training.diffusion_forward_dtype
     if config.cluster.rollout_engine == "sglang":
-        from miles_core.rollout.sglang.engine import SglangEngine
+        from miles_core.rollout.sglang.engine import Looks, SglangEngine
 
-        seconds = 60.0 * config.cluster.distributed_timeout_minutes
-        log = logs / f"{name}.log"
-        return SglangEngine(**made, log=log, options=config.rollout.sglang_options, seconds=seconds)
+        c = config.cluster
+        interval, timeout = c.rollout_health_check_interval, c.rollout_health_check_timeout
+        looks = Looks(interval, timeout, c.rollout_health_check_first_wait) if c.use_fault_tolerance else None
+        return SglangEngine(
+            **made,
+            log=logs / f"{name}.log",
+            options=config.rollout.sglang_options,
+            seconds=60.0 * c.distributed_timeout_minutes,
+            looks=looks,
+        )
     from miles_core.rollout.diffusers_engine import DiffusersEngine
 
     return DiffusersEngine(**made, lora_target_modules=config.lora.lora_target_modules)

@@ -1,5 +1,6 @@
 """A run whose engines are sglang servers on the CPU: how they start, what happens where one dies."""
 
+import signal
 import sys
 import time
 from pathlib import Path
@@ -47,13 +48,16 @@ def test_a_server_that_does_not_start_is_told_with_its_own_last_words(tmp_path: 
     assert not engine.health()
 
 
-def test_a_server_killed_in_the_middle_costs_no_row(place: Place) -> None:
-    """Two servers, two iterations; the processes of one are killed -9 while it generates. Its microgroups go elsewhere,
-    it starts again, and is given the policy in force before it serves."""
-    options = "--rollout-engine sglang --rollout-num-engines 2 --distributed-timeout-minutes 8"
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hangs"])
+def test_a_server_lost_in_the_middle_costs_no_row(place: Place, how: signal.Signals) -> None:
+    """Two servers, two iterations; the processes of one are killed -9, or stopped, while it generates. Its microgroups go
+    elsewhere, it starts again, and is given the policy in force before it serves."""
+    run = how.name.lower()
+    options = f"--run-id {run} --num-rollout 2 --rollout-engine sglang --rollout-num-engines 2"
+    options += " --use-fault-tolerance --rollout-health-check-interval 1 --rollout-health-check-timeout 10"
     slow = {"MILES_FAULT": "rollout:landed:6:slow=3"}
-    command = place.start("train", "tiny", "--num-rollout", "2", *options.split(), **slow)
-    rollout = place.home / "artifacts/tiny/iteration=000000/stage=rollout"
+    command = place.start("train", "tiny", *options.split(), **slow)
+    rollout = place.home / f"artifacts/{run}/iteration=000000/stage=rollout"
     deadline = time.monotonic() + 400
     while len(list(rollout.glob("*/data/*.parquet"))) < 6:
         assert time.monotonic() < deadline and command.poll() is None
@@ -62,11 +66,11 @@ def test_a_server_killed_in_the_middle_costs_no_row(place: Place) -> None:
     assert len({process.cmdline()[-1] for process in there}) >= 1
     victim = min(there, key=lambda process: process.create_time())
     for process in [*victim.children(recursive=True), victim]:
-        process.kill()
+        process.send_signal(how)
     output, _ = command.communicate(timeout=500)
     assert command.returncode == 0, output
     for iteration in range(2):
-        manifest = place.on_line("tiny", iteration, "rollout")
+        manifest = place.on_line(run, iteration, "rollout")
         rows = [row for part in manifest.data for row in pq.read_table(f"{place.artifacts}/{part.path}").to_pylist()]
         assert sorted(row["sample_index"] for row in rows) == list(range(32 * iteration, 32 * iteration + 32))
         assert {row["policy_digest"] for row in rows} == {manifest.summary["policy_digest"]}

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,21 @@ from miles_core.weights.packing import from_safetensors
 MODULE = "transformer"
 
 
+@dataclass(frozen=True)
+class Looks:
+    """How a server is looked after, in seconds."""
+
+    interval: float
+    timeout: float
+    first_wait: float
+
+
 class SglangEngine:
     """Calls from several threads are served one after another, as the server itself does.
 
     checkpoint: pipeline folder. dtype: fp32, bf16 or fp16, of the forward. The server merges the LoRA into its weights.
-    log: what the server prints. options: the server's own, by name. seconds: time limit of a start and of a call.
+    log: what the server prints. options: the server's own, by name. seconds: time limit of a start and of a call. looks:
+    how often the server is asked how it is; None: never.
     """
 
     def __init__(
@@ -37,7 +48,9 @@ class SglangEngine:
         log: Path,
         options: Mapping[str, str],
         seconds: float,
+        looks: Looks | None = None,
     ) -> None:
+        self._looks = looks
         self.name, self._device, self._seconds = name, device, seconds
         self.server = Server(name, checkpoint, family, dtype, device, log, options)
         self._lock = threading.RLock()
@@ -122,10 +135,15 @@ class SglangEngine:
             self.server.stop()
 
     def when_gone(self, then: Callable[[], None]) -> None:
-        """Call `then` where the server ends and was not stopped."""
+        """Call `then` where the server ends and was not stopped, or is looked after and does not answer."""
 
         def watch() -> None:
-            self.server.wait()
+            looks = self._looks
+            if looks is None:
+                self.server.ended(None)
+            elif not self.server.ended(looks.first_wait):
+                while self.server.healthy(looks.timeout) and not self.server.ended(looks.interval):
+                    pass
             if self._client is not None:
                 then()
 

@@ -87,17 +87,16 @@ class Server:
             self.stop()
             raise
 
-    def healthy(self) -> bool:
-        """Whether it answers that it serves."""
+    def healthy(self, seconds: float = 5.0) -> bool:
+        """Whether it answers within so long that it serves."""
         try:
-            return httpx.get(f"{self.url}/health", timeout=5, trust_env=False).status_code == 200
+            return httpx.get(f"{self.url}/health", timeout=seconds, trust_env=False).status_code == 200
         except httpx.HTTPError:
             return False
 
-    def wait(self) -> None:
-        """Until the server has ended."""
-        if self._process is not None:
-            self._process.ended(None)
+    def ended(self, seconds: float | None) -> bool:
+        """Whether the server has ended, waiting so long; None: until it has."""
+        return self._process is None or self._process.ended(seconds)
 
     def stop(self) -> None:
         """End it and all below it; a second call changes nothing."""

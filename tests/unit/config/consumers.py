@@ -125,6 +125,13 @@ def alignment_probe(c: RunConfig, place: Place) -> tuple[bool, bool]:
     return keeps_outputs(c, place), c.skips_optimizer_step
 
 
+def looks(c: RunConfig, place: Place) -> tuple[float, ...] | None:
+    from miles_core.runtime.actors import _engine
+
+    found = cast(Any, _engine("engine-0", c, "/m", "sd3", "cpu", place.root))._looks
+    return None if found is None else (found.interval, found.timeout, found.first_wait)
+
+
 def seconds_of_a_call(c: RunConfig, place: Place) -> float:
     return Workers(c, resolve_inputs(c), place.root).seconds
 

@@ -42,6 +42,7 @@ PROCESSES = "tests/integration/test_flags_of_processes.py::"
 OCR = "tests/integration/test_ocr_reward.py::"
 SGLANG = "tests/integration/test_sglang_engine.py::"
 ALIGNMENT = "tests/unit/training/test_alignment.py::"
+LOST = f"{SGLANG}test_a_server_lost_in_the_middle_costs_no_row"
 VERSIONS = "tests/unit/pipeline/test_versions.py::"
 LOOP = "tests/integration/test_train.py::"
 
@@ -49,6 +50,8 @@ NO_WINDOW = {"diffusion_sde_window_range": None}
 CHOICE = NO_WINDOW | {"diffusion_step_strategy_path": "epoch_global_random_choice"}
 LINEAR = {"lr": 1.0, "lr_decay_style": "linear", "lr_decay_iters": 10}
 WSD = {"lr": 1.0, "lr_decay_style": "WSD", "lr_decay_iters": 10}
+SERVED = {"rollout_engine": "sglang"}
+LOOKED_AFTER = SERVED | {"use_fault_tolerance": True}
 OWN_STD = {"globalize_reward_std": False}
 EVALUATED = {"eval_prompt_data": "{}/e.jsonl"}
 OCR_RUN = {"rm_type": "ocr", "ocr_det_model_dir": "{}/det", "ocr_rec_model_dir": "{}/rec"} | EVALUATED
@@ -78,7 +81,11 @@ CLUSTER: dict[str, Effect | OneChoice] = {
     "actor_num_nodes": Effect(2, tests=(f"{PROCESSES}test_as_many_processes_as_the_options_say",)),
     "actor_num_gpus_per_node": Effect(2, tests=(f"{PROCESSES}test_as_many_processes_as_the_options_say",)),
     "rollout_num_engines": Effect(2, tests=(f"{PROCESSES}test_as_many_processes_as_the_options_say",)),
-    "rollout_engine": Effect("sglang", tests=(f"{SGLANG}test_a_server_killed_in_the_middle_costs_no_row",)),
+    "rollout_engine": Effect("sglang", tests=(LOST,)),
+    "use_fault_tolerance": Effect(True, see.looks, None, (30.0, 30.0, 0.0), base=SERVED, tests=(LOST,)),
+    "rollout_health_check_interval": Effect(1.0, see.looks, (30.0, 30.0, 0.0), (1.0, 30.0, 0.0), base=LOOKED_AFTER),
+    "rollout_health_check_timeout": Effect(10.0, see.looks, (30.0, 30.0, 0.0), (30.0, 10.0, 0.0), base=LOOKED_AFTER),
+    "rollout_health_check_first_wait": Effect(1.0, see.looks, (30.0, 30.0, 0.0), (30.0, 30.0, 1.0), base=LOOKED_AFTER),
     "device": Effect("cuda", see.device, "cpu", "cuda"),
     "distributed_timeout_minutes": Effect(
         2.0,
@@ -148,7 +155,7 @@ ROLLOUT: dict[str, Effect | OneChoice] = {
         see.attention_of_the_server,
         "",
         "torch_sdpa",
-        base={"rollout_engine": "sglang"},
+        base=SERVED,
     ),
     "hf_checkpoint": Effect("{}/other-model", lambda c, place: place.inputs(c).checkpoint.name, "model", "other-model"),
     "diffusion_model_family": Effect("sd3", see.family, "refused", "sd3", base={"hf_checkpoint": "{}/foreign-model"}),
@@ -316,7 +323,9 @@ STAGES_OF: dict[tuple[str, ...], str] = {
     (): """run_id new artifact_root code_path num_rollout keep_full_checkpoints keep_latents_iterations actor_num_nodes
         actor_num_gpus_per_node rollout_num_engines device distributed_timeout_minutes keep_actors actor_idle_minutes
         dp_replicate_size deterministic_mode rollout_parser_num_workers rollout_max_retries reward_max_retries
-        refuse_other_versions alignment_gate ocr_num_workers eval_interval skip_eval_before_train stop_on_eval_failure""",
+        refuse_other_versions alignment_gate use_fault_tolerance rollout_health_check_interval
+        rollout_health_check_timeout rollout_health_check_first_wait ocr_num_workers
+        eval_interval skip_eval_before_train stop_on_eval_failure""",
     ("policy",): "use_lora lora_rank lora_alpha lora_target_modules lora_init_weights",
     ("policy", "update"): "seed",
     ("policy", "rollout", "update", "evaluation"): "hf_checkpoint",

@@ -1,3 +1,14 @@
-from miles_core.config.run_config import FIELDS, GROUPS, RunConfig, affects, build, by_content, choices, flag, meaning
+from miles_core.config.run_config import (
+    FIELDS,
+    GROUPS,
+    RunConfig,
+    affects,
+    build,
+    by_content,
+    choices,
+    flag,
+    is_code,
+    meaning,
+)
 
-__all__ = ["FIELDS", "GROUPS", "RunConfig", "affects", "build", "by_content", "choices", "flag", "meaning"]
+__all__ = ["FIELDS", "GROUPS", "RunConfig", "affects", "build", "by_content", "choices", "flag", "is_code", "meaning"]

@@ -9,19 +9,25 @@ from miles_core.store.stages import STAGES, StageName
 
 
 def option(
-    default: Any, doc: str, *, affects: tuple[StageName, ...] = (), by_content: bool = False, **constraints: Any
+    default: Any,
+    doc: str,
+    *,
+    affects: tuple[StageName, ...] = (),
+    by_content: bool = False,
+    code: bool = False,
+    **constraints: Any,
 ) -> Any:
     """A field with its documentation and the stages whose result depends on it.
 
     A field that affects none is operational: workers, time-outs, concurrency, how long to run. `by_content`: a
-    path, which enters fingerprints by the digest of what it names and never by its spelling.
+    path, which enters fingerprints by the digest of what it names and never by its spelling. `code`: the same for the
+    dotted path of a user's own function.
     """
     unknown = set(affects) - set(STAGES)
     if unknown:
         raise TypeError(f"unknown stages {sorted(unknown)}")
-    return Field(
-        default, description=doc, json_schema_extra={"affects": list(affects), "by_content": by_content}, **constraints
-    )
+    told: dict[str, Any] = {"affects": list(affects), "by_content": by_content or code, "code": code}
+    return Field(default, description=doc, json_schema_extra=told, **constraints)
 
 
 class Group(BaseModel):

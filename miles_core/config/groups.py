@@ -227,6 +227,19 @@ class AlgorithmGroup(Group):
     globalize_reward_std: bool = option(
         False, "standard deviation over the whole batch, not the group", affects=("advantages",)
     )
+    custom_reward_post_process_path: Text | None = option(
+        None,
+        "dotted path of an own normalization, (args, samples) -> (raw rewards, advantages). Enters by its source",
+        affects=("advantages",),
+        code=True,
+    )
+    rollout_sample_filter_path: Text | None = option(
+        None,
+        "dotted path of an own filter, (args, groups), which sets remove_sample on samples to leave the loss. Enters by its "
+        "source",
+        affects=("advantages",),
+        code=True,
+    )
     diffusion_clip_range: float = option(1e-4, "clip range of the ratio", affects=("update",), gt=0)
     diffusion_adv_clip_max: float = option(
         5.0, "advantages are clamped to +- this in the loss", affects=("update",), gt=0
@@ -255,6 +268,16 @@ class RewardGroup(Group):
         "scorer; a prompt's metadata.rm_type overrides it. jpeg_incompressibility: size in kB of the image as JPEG at "
         "quality 95; jpeg_compressibility: -kB/500; ocr: 0 to 1",
         affects=("rewards", "evaluation"),
+    )
+    custom_rm_path: Text | None = option(
+        None,
+        "dotted path of an own reward, async (args, samples) -> a number each, in the place of all scorers. Enters by its "
+        "source and what that imports from the code path",
+        affects=("rewards", "evaluation"),
+        code=True,
+    )
+    rm_url: Text | None = option(
+        None, "address of a reward service, for an own reward to read", affects=("rewards", "evaluation")
     )
     reward_max_retries: int = option(2, "times a failed score is tried again", ge=0, le=100)
     ocr_num_workers: int = option(4, "OCR processes", ge=1, le=1024)

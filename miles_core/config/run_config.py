@@ -133,6 +133,11 @@ def affects(name: str) -> tuple[StageName, ...]:
     return tuple(extra["affects"])
 
 
+def is_code(name: str) -> bool:
+    """Whether the field is the dotted path of a user's own function."""
+    return bool(cast(dict[str, Any], FIELDS[name][1].json_schema_extra)["code"])
+
+
 def by_content(name: str) -> bool:
     """Whether the field is a path that counts by what it names."""
     extra = cast(dict[str, Any], FIELDS[name][1].json_schema_extra)

@@ -66,6 +66,7 @@ class RolloutDataSourceWithBuffer:
             input_key=args.input_key,
             metadata_key=args.metadata_key,
             rm_type=args.rm_type,
+            custom=bool(getattr(args, "custom_rm_path", None)),
         )
         self.buffer_filter: BufferFilter = pop_first
         self.buffer: list[list[Sample]] = []

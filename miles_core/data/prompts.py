@@ -56,14 +56,15 @@ def load_prompts(
     input_key: str = "input",
     metadata_key: str = "metadata",
     rm_type: str | None,
+    custom: bool = False,
     option: str = "--prompt-data",
 ) -> list[Prompt]:
     """The prompts of a file, in its order; blank lines are skipped.
 
     A name that ends in .jsonl holds one JSON object a line: the prompt under `input_key`, optionally an object
     under `metadata_key` whose rm_type overrides the run's `rm_type`. Any other file holds one prompt a line.
-    UTF-8; a byte order mark and CRLF are accepted. Raises InputError that names file and line; `option` is the one
-    that named the file.
+    `custom`: an own reward scores them all, whatever they name. UTF-8; a byte order mark and CRLF are accepted. Raises
+    InputError that names file and line; `option` is the one that named the file.
     """
     path = Path(path)
     if rm_type is not None:
@@ -76,7 +77,8 @@ def load_prompts(
         else:
             text, metadata = line.strip(), {}
         _check_text(text, metadata, where)
-        _check_scorer(text, metadata.get("rm_type"), rm_type, where)
+        if not custom:
+            _check_scorer(text, metadata.get("rm_type"), rm_type, where)
         prompts.append(Prompt(len(prompts), text, metadata))
     if not prompts:
         raise InputError(f"{path} holds no prompt: write one a line")

@@ -154,6 +154,7 @@ class Subject:
             input_key=data.input_key,
             metadata_key=data.metadata_key,
             rm_type=self.config.reward.rm_type,
+            custom=self.config.reward.custom_rm_path is not None,
         )
 
     def _checkpoint(self) -> Path:

@@ -1,17 +1,19 @@
 """The input files of a run, resolved, checked and digested before anything starts."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from miles_core.config import RunConfig
-from miles_core.config.folders import home
+from miles_core.config import FIELDS, RunConfig, affects, is_code
+from miles_core.config.folders import code_path, home
 from miles_core.data.prompts import Prompt, load_prompts, named_set, prompts_digest, resolve_prompt_path
 from miles_core.errors import InputError
 from miles_core.families.resolve import checkpoint_digest, family_of, resolve_checkpoint
 from miles_core.rewards.ocr_models import ocr_model_dirs, ocr_models_digest
-from miles_core.rewards.rm_types import components_of
+from miles_core.rewards.rm_types import CUSTOM, components_of
 from miles_core.store.digest import canonical_json, sha256_hex
 from miles_core.store.stages import StageName
+from miles_core.user_code import hook_digest, load_hook
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,14 @@ class Inputs:
     ocr_folders: tuple[str, str] | None
     ocr_digest: str | None
     evaluation: EvalSet | None = None
+    hooks: Mapping[str, str] = field(default_factory=dict)
 
     def affecting(self, stage: StageName) -> dict[str, str]:
-        """Digests of the input files that a stage reads, by role."""
+        """Digests of the input files that a stage reads, and of the user's functions that it calls, by role."""
+        own = {name: digest for name, digest in self.hooks.items() if stage in affects(name)}
+        return self._files(stage) | own
+
+    def _files(self, stage: StageName) -> dict[str, str]:
         if stage in ("policy", "rollout", "update"):
             return {"checkpoint": self.checkpoint_digest}
         if stage == "prompts":
@@ -65,7 +72,8 @@ class Inputs:
 
     def all(self) -> dict[str, str]:
         """Every digest that training depends on, by role."""
-        return self.affecting("policy") | self.affecting("prompts") | self.affecting("rewards")
+        stages: tuple[StageName, ...] = ("policy", "prompts", "rollout", "rewards", "advantages", "update")
+        return {role: digest for stage in stages for role, digest in self.affecting(stage).items()}
 
 
 def resolve_inputs(config: RunConfig, *, evaluation: bool = True) -> Inputs:
@@ -83,8 +91,9 @@ def resolve_inputs(config: RunConfig, *, evaluation: bool = True) -> Inputs:
         input_key=config.data.input_key,
         metadata_key=config.data.metadata_key,
         rm_type=config.reward.rm_type,
+        custom=config.reward.custom_rm_path is not None,
     )
-    components = components_of(config.reward.rm_type, (p.metadata.get("rm_type") for p in prompts))
+    components = _components(config, prompts)
     ocr = _ocr(config, components)
     eval_set = resolve_eval_set(config) if evaluation else None
     checkpoint = resolve_checkpoint(config.rollout.hf_checkpoint, home())
@@ -99,6 +108,7 @@ def resolve_inputs(config: RunConfig, *, evaluation: bool = True) -> Inputs:
         ocr_folders=ocr,
         ocr_digest=ocr_models_digest(*ocr) if ocr else None,
         evaluation=eval_set,
+        hooks=_hooks(config),
     )
 
 
@@ -113,12 +123,30 @@ def resolve_eval_set(config: RunConfig) -> EvalSet | None:
         input_key=config.data.input_key,
         metadata_key=config.data.metadata_key,
         rm_type=config.reward.rm_type,
+        custom=config.reward.custom_rm_path is not None,
         option=option,
     )
-    components = components_of(config.reward.rm_type, (p.metadata.get("rm_type") for p in prompts))
+    components = _components(config, prompts)
     ocr = _ocr(config, components)
     digest = ocr_models_digest(*ocr) if ocr else None
     return EvalSet(name, tuple(prompts), tuple(components), ocr, digest)
+
+
+def _components(config: RunConfig, prompts: Sequence[Prompt]) -> list[str]:
+    if config.reward.custom_rm_path is not None:
+        return [CUSTOM]
+    return components_of(config.reward.rm_type, (p.metadata.get("rm_type") for p in prompts))
+
+
+def _hooks(config: RunConfig) -> dict[str, str]:
+    """Digests of the user's own functions, by option, each found to be what stands in its place. Raises InputError."""
+    given = {name: config.flat()[name] for name in FIELDS if is_code(name)}
+    found, where = {}, code_path(config)
+    for name, path in given.items():
+        if path:
+            load_hook(name, path, where)
+            found[name] = hook_digest(name, path, where)
+    return found
 
 
 def _ocr(config: RunConfig, components: list[str]) -> tuple[str, str] | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from miles_core.config import FIELDS, RunConfig, affects, build, by_content, flag
+from miles_core.config import FIELDS, RunConfig, affects, build, by_content, flag, is_code
 from miles_core.config.folders import artifact_root, local_path
 from miles_core.data.prompts import PROMPT_SETS, named_set
 from miles_core.errors import InputError
@@ -99,7 +99,7 @@ def absolute(config: RunConfig) -> RunConfig:
     changes = {}
     for name in FIELDS:
         value = config.flat()[name]
-        if not by_content(name) or not value:
+        if not by_content(name) or is_code(name) or not value:
             continue
         words, path = named_set(value) if name == "eval_prompt_data" else ("", value)
         if path not in PROMPT_SETS and path != TINY_SD3:
@@ -163,7 +163,11 @@ def open_run(name: str, root: str | None = None) -> tuple[RunStore, RunConfig]:
     record = _record(store)
     if record is None:
         raise InputError(f"there is no run {name} under {files.root}: `miles runs` lists those there are")
-    return store, build(record["config"])
+    config = build(record["config"])
+    if config.run.code_path is None and any(is_code(name) and config.flat()[name] for name in FIELDS):
+        # The user's functions are those that it was begun with, wherever this command is given.
+        config = config.replace(code_path=record.get("code_path"))
+    return store, config
 
 
 def any_run(root: str | None = None) -> bool:
@@ -200,9 +204,10 @@ def inputs_of_run(store: RunStore, config: RunConfig, overrides: dict[str, Any],
     inputs = resolve_inputs(config, evaluation=evaluation)
     recorded = (store.record() or {})["meaning"]["inputs"]
     for role, digest in inputs.all().items():
-        if role in recorded and recorded[role] != digest and not set(ROLES[role]) & set(overrides):
+        options = ROLES.get(role, (role,))
+        if role in recorded and recorded[role] != digest and not set(options) & set(overrides):
             raise InputError(
-                f"{flag(ROLES[role][0])} has another content than when run {store.run} began: put the old one back, or "
+                f"{flag(options[0])} has another content than when run {store.run} began: put the old one back, or "
                 "start another run"
             )
     return inputs

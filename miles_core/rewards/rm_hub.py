@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from miles_core.rewards.ocr import OcrReader, ocr_reward
 from miles_core.rewards.ocr_models import OcrDirs
 from miles_core.rewards.quoted import quoted_target, target_fault
 from miles_core.rewards.rm_types import RM_TYPES
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,8 @@ def score_sample(args: Any, sample: Sample, scorers: Scorers) -> Score:
     )
 
 
-def with_retries(call: Callable[[], Score], max_retries: int, what: str) -> tuple[Score, int]:
-    """(score, tries). Raises StageError, with `what`, the tries and the last cause, once all tries failed."""
+def with_retries(call: Callable[[], T], max_retries: int, what: str) -> tuple[T, int]:
+    """(what it returned, tries). Raises StageError, with `what`, the tries and the last cause, once all tries failed."""
     tries = 0
     while True:
         tries += 1
@@ -130,3 +132,8 @@ def rgb_hwc_uint8(sample: Sample) -> np.ndarray:
     if not np.isfinite(pixels).all():
         raise StageError(f"the image of sample {sample.index} holds values that are not finite")
     return np.round(np.clip(pixels, 0, 1) * 255).astype(np.uint8)
+
+
+def rgb_frames(sample: Sample) -> list[np.ndarray]:
+    """The frames of a sample as (H, W, 3) uint8: one for an image."""
+    return [rgb_hwc_uint8(sample)]

@@ -7,6 +7,8 @@ import pyarrow as pa
 from miles_core.errors import InputError
 
 RM_TYPES = ("ocr", "jpeg_compressibility", "jpeg_incompressibility")
+# What a user's own function gives (--custom-rm-path), in the place of all others.
+CUSTOM = "custom"
 NOT_YET = ("pickscore", "remote_rm")
 
 

@@ -14,6 +14,7 @@ from PIL import Image
 
 from miles_core.data.sample import Sample
 from miles_core.errors import StageError
+from miles_core.rewards.custom import CustomReward
 from miles_core.rewards.ocr_models import OcrDirs
 from miles_core.rewards.rm_hub import Score, Scorers, batched_async_rm
 from miles_core.store.digest import ROW_DIGEST
@@ -27,14 +28,15 @@ ROLLOUT_COLUMNS = ["sample_index", "group_index", "prompt", "seed", "image", ROW
 class RewardWorker:
     """Scores in a process of its own, with or without Ray.
 
-    args: the run's flat configuration (rm_type, reward_max_retries, ocr_min_confidence). ocr_dirs: the OCR
-    models, None where no sample of the run is scored by OCR. name: stands in the `worker` column.
+    args: the run's flat configuration (rm_type, custom_rm_path, reward_max_retries, ocr_min_confidence), and code_path.
+    ocr_dirs: the OCR models, None where no sample of the run is scored by OCR. name: stands in the `worker` column.
     """
 
     def __init__(self, args: Mapping[str, Any], ocr_dirs: tuple[str, str] | None = None, name: str = "reward") -> None:
         self.args = SimpleNamespace(**args)
         self.name = name
         self.scorers = Scorers(OcrDirs(*ocr_dirs) if ocr_dirs else None, self.args.ocr_min_confidence)
+        self.custom = CustomReward(self.args) if getattr(self.args, "custom_rm_path", None) else None
 
     def warm_up(self) -> None:
         """Load what scoring needs, so that the first part does not wait for it."""
@@ -86,7 +88,11 @@ class RewardWorker:
     def _scored(self, samples: list[Sample], path: str, components: list[str]) -> dict[str, list[Any]]:
         """Columns of the samples' scores, in order."""
         scores: dict[int, Score] = {}
-        rewards = asyncio.run(batched_async_rm(self.args, samples, scorers=self.scorers, scores=scores))
+        if self.custom:
+            scores = {s.index: score for s, score in zip(samples, self.custom.scores(samples), strict=True)}
+            rewards = [scores[sample.index].reward for sample in samples]
+        else:
+            rewards = asyncio.run(batched_async_rm(self.args, samples, scorers=self.scorers, scores=scores))
         if not len(rewards) == len(scores) == len(samples):
             raise StageError(f"{len(samples)} samples of {path} got {len(rewards)} rewards: a row each is needed")
         for sample, reward in zip(samples, rewards, strict=True):

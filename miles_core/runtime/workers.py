@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from miles_core.config import RunConfig
+from miles_core.config.folders import code_path
 from miles_core.errors import InputError, StageError
 from miles_core.runtime.roster import ANSWER_SECONDS, ProcessDied, Roster
 
@@ -172,9 +173,9 @@ class Workers(Roster):
 
     def scorers(self, config: RunConfig, inputs: Scored) -> list[Actor]:
         """Scorer processes for this reward configuration; a rerun's differ from the run's, and an evaluation's may."""
-        args = config.flat()
+        args = config.flat() | {"code_path": code_path(config)}
         key, own = (
-            repr((sorted(config.affecting("rewards").items()), scored.ocr_folders, scored.components))
+            repr((sorted(config.affecting("rewards").items()), scored.ocr_folders, scored.components, config.reward))
             for scored in (inputs, self.inputs)
         )
         with self._starting["scorers"]:
@@ -190,7 +191,7 @@ class Workers(Roster):
         with self._starting["scorers"]:
             if group[index] is dead:
                 self.end(dead)
-                group[index] = self._new_scorer(dead.name, config.flat(), inputs)
+                group[index] = self._new_scorer(dead.name, config.flat() | {"code_path": code_path(config)}, inputs)
 
     # The trainer
 

@@ -39,6 +39,11 @@ from miles_core.training.optimize import clip_and_step, make_adamw
 from miles_core.training.rows import Dynamics
 
 ITERATIONS = 40
+OWN = """
+async def score(args, samples): return [1.0 for _ in samples]
+def normalize(args, samples): return [], []
+def drop(args, data): return None
+"""
 
 
 class Place:
@@ -63,6 +68,7 @@ class Place:
                 for i in range(9)
             ]
             (root / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        (root / "own.py").write_text(OWN)
         for kind in ("det", "rec"):
             for name in (kind, f"other-{kind}"):
                 (root / name).mkdir()
@@ -130,6 +136,15 @@ def looks(c: RunConfig, place: Place) -> tuple[float, ...] | None:
 
     found = cast(Any, _engine("engine-0", c, "/m", "sd3", "cpu", place.root))._looks
     return None if found is None else (found.interval, found.timeout, found.first_wait)
+
+
+def own_functions(c: RunConfig, place: Place) -> str:
+    return " ".join(resolve_inputs(c).hooks)
+
+
+def service(c: RunConfig, place: Place) -> str | None:
+    found: str | None = c.args().rm_url
+    return found
 
 
 def seconds_of_a_call(c: RunConfig, place: Place) -> float:

@@ -46,6 +46,14 @@ LOST = f"{SGLANG}test_a_server_lost_in_the_middle_costs_no_row"
 VERSIONS = "tests/unit/pipeline/test_versions.py::"
 LOOP = "tests/integration/test_train.py::"
 
+EXAMPLE = "tests/integration/test_hooks.py::test_the_worked_example"
+
+
+def own(function: str, option: str) -> Effect:
+    """A user's own function, in own.py of the place."""
+    return Effect(f"own.{function}", see.own_functions, "", option, base={"code_path": "{}"}, tests=(EXAMPLE,))
+
+
 NO_WINDOW = {"diffusion_sde_window_range": None}
 CHOICE = NO_WINDOW | {"diffusion_step_strategy_path": "epoch_global_random_choice"}
 LINEAR = {"lr": 1.0, "lr_decay_style": "linear", "lr_decay_iters": 10}
@@ -242,6 +250,8 @@ DATA: dict[str, Effect | OneChoice] = {
 }
 
 ALGORITHM: dict[str, Effect | OneChoice] = {
+    "custom_reward_post_process_path": own("normalize", "custom_reward_post_process_path"),
+    "rollout_sample_filter_path": own("drop", "rollout_sample_filter_path"),
     "diffusion_recompute_old_log_prob": Effect(
         True, tests=(f"{ALIGNMENT}test_the_trainers_own_log_probs_make_the_first_ratio_one",)
     ),
@@ -270,6 +280,8 @@ REWARD: dict[str, Effect | OneChoice] = {
     "rm_type": Effect(
         "jpeg_incompressibility", see.scorer, ("jpeg_compressibility", False), ("jpeg_incompressibility", True)
     ),
+    "custom_rm_path": own("score", "custom_rm_path"),
+    "rm_url": Effect("http://other/score", see.service, None, "http://other/score", tests=(EXAMPLE,)),
     "reward_max_retries": Effect(0, see.tries_of_a_failing_score, 3, 1),
     "ocr_num_workers": Effect(3, tests=(f"{PROCESSES}test_as_many_processes_as_the_options_say",)),
     "ocr_engine": OneChoice("onnxruntime", "paddle"),
@@ -342,10 +354,13 @@ STAGES_OF: dict[tuple[str, ...], str] = {
         diffusion_width diffusion_generator_device rollout_microgroup_size""",
     ("rollout", "update"): "diffusion_log_prob_no_const diffusion_debug_mode debug_alignment",
     ("rollout", "update", "evaluation"): "diffusion_forward_dtype diffusion_model_family",
-    ("rewards", "evaluation"): "rm_type ocr_engine ocr_min_confidence ocr_det_model_dir ocr_rec_model_dir",
+    (
+        "rewards",
+        "evaluation",
+    ): "rm_type custom_rm_path rm_url ocr_engine ocr_min_confidence ocr_det_model_dir ocr_rec_model_dir",
     ("evaluation",): "eval_prompt_data n_samples_per_eval_prompt diffusion_eval_num_steps",
     ("advantages",): """advantage_estimator disable_grpo_std_normalization globalize_reward_mean
-        globalize_reward_std""",
+        globalize_reward_std custom_reward_post_process_path rollout_sample_filter_path""",
     (
         "update",
     ): """debug_skip_optimizer_step diffusion_recompute_old_log_prob train_backend fsdp_master_dtype fsdp_reduce_dtype

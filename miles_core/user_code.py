@@ -1,0 +1,152 @@
+"""A user's own functions, found by dotted path in the code path: checked at the start, digested with what they import.
+
+`importlib` keeps what it has imported: a process that imported another content of a module says so instead of running it.
+"""
+
+import ast
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from miles_core.errors import InputError
+from miles_core.hooks import HOOKS, Hook
+
+_BY_FLAG = {hook.flag: hook for hook in HOOKS}
+_IMPORTED: dict[str, str] = {}
+# Names that the reference's page imports, where no real `miles` is installed.
+_NAMES = {
+    "miles.utils.types": {"Sample": "miles_core.data.sample.Sample"},
+    "miles.rollout.filter_hub.base_types": {"DynamicFilterOutput": "miles_core.algorithms.filters.DynamicFilterOutput"},
+    "miles.rollout.rm_hub.pickscore": {"_sample_to_rgb_hwc_uint8_frames": "miles_core.rewards.rm_hub.rgb_frames"},
+}
+
+
+def load_hook(option: str, path: str, code_path: str) -> Callable[..., Any]:
+    """The function that stands in the hook `option` (a field's name). Raises InputError for one that cannot be imported, or
+    that does not take what it will be given."""
+    hook, flag = _BY_FLAG[option], "--" + option.replace("_", "-")
+    module, _, name = path.rpartition(".")
+    where = f"{flag} {path}"
+    if not module or not all(part.isidentifier() for part in path.split(".")):
+        raise InputError(f"{where}: give a dotted path of a function, such as my_project.rewards.score")
+    _prepare(code_path)
+    digest = hook_digest(option, path, code_path)
+    if _IMPORTED.setdefault(path, digest) != digest:
+        raise InputError(f"{where} has changed since this process imported it: give the command again")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except AttributeError:
+        raise InputError(f"{where}: the module {module} has no {name}") from None
+    except Exception as fault:
+        raise InputError(
+            f"{where} cannot be imported from {code_path} (--code-path): {type(fault).__name__}: {fault}"
+        ) from fault
+    if not callable(found):
+        raise InputError(f"{where} is no function")
+    _check_signature(found, hook, where)
+    return found
+
+
+def hook_digest(option: str, path: str, code_path: str) -> str:
+    """SHA-256 over the hook's module and all that it imports from the code path, by name and content.
+
+    A changed constant or helper changes it. Raises InputError where the module is not there.
+    """
+    module = path.rpartition(".")[0]
+    found: dict[str, bytes] = {}
+    _collect(module, Path(code_path), found)
+    if not found:
+        if _installed(module):
+            return hashlib.sha256(f"{path}\n{_version_of(module)}".encode()).hexdigest()
+        flag = "--" + option.replace("_", "-")
+        raise InputError(f"{flag} {path}: there is no module {module} in {code_path} (--code-path), nor installed")
+    digest = hashlib.sha256(path.encode())
+    for name in sorted(found):
+        digest.update(f"\n{name}\n".encode() + hashlib.sha256(found[name]).digest())
+    return digest.hexdigest()
+
+
+def _check_signature(function: Callable[..., Any], hook: Hook, where: str) -> None:
+    expected = (
+        f"{'async ' if hook.asynchronous else ''}def {hook.default.rsplit('.', 1)[1]}({', '.join(hook.parameters)})"
+    )
+    try:
+        inspect.signature(function).bind(*hook.parameters)
+    except (TypeError, ValueError):
+        raise InputError(f"{where} does not take what it is given: write it as {expected}") from None
+    if hook.asynchronous and not inspect.iscoroutinefunction(function):
+        raise InputError(f"{where} is not asynchronous: write it as {expected}")
+
+
+def _collect(module: str, root: Path, found: dict[str, bytes]) -> None:
+    """The sources under `root` of a module, its packages, and what they import, into `found` by module name."""
+    parts = module.split(".")
+    for depth in range(1, len(parts) + 1):
+        name = ".".join(parts[:depth])
+        source = _source(name, root)
+        if source is None or name in found:
+            continue
+        found[name] = source.read_bytes()
+        for imported in _imports(found[name], name, source.name == "__init__.py"):
+            _collect(imported, root, found)
+
+
+def _source(module: str, root: Path) -> Path | None:
+    stem = root.joinpath(*module.split("."))
+    return next((path for path in (stem / "__init__.py", stem.with_name(f"{stem.name}.py")) if path.is_file()), None)
+
+
+def _imports(source: bytes, module: str, is_package: bool) -> set[str]:
+    """Names that a module's source may import: modules, and what could be submodules of them."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return set()
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = module.split(".") if is_package else module.split(".")[:-1]
+            base = base[: len(base) - node.level + 1] if node.level else []
+            start = ".".join([*base, *([node.module] if node.module else [])])
+            names |= {start, *(f"{start}.{alias.name}".lstrip(".") for alias in node.names)}
+    return {name for name in names if name}
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _version_of(module: str) -> str:
+    """What an installed module is known by: its source where it has one."""
+    spec = importlib.util.find_spec(module)
+    origin = Path(spec.origin) if spec and spec.origin else None
+    return hashlib.sha256(origin.read_bytes()).hexdigest() if origin and origin.is_file() else "built in"
+
+
+def _prepare(code_path: str) -> None:
+    """The code path comes first, and the reference's names lead to ours where it is not installed."""
+    if code_path not in sys.path:
+        sys.path.insert(0, code_path)
+    if "miles" not in sys.modules and importlib.util.find_spec("miles") is not None:
+        return
+    for module, names in _NAMES.items():
+        parts = module.split(".")
+        for depth in range(1, len(parts) + 1):
+            name = ".".join(parts[:depth])
+            if name not in sys.modules:
+                sys.modules[name] = types.ModuleType(name)
+                sys.modules[name].__path__ = []
+        for attribute, ours in names.items():
+            where, _, what = ours.rpartition(".")
+            setattr(sys.modules[module], attribute, getattr(importlib.import_module(where), what))

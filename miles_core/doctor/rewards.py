@@ -11,6 +11,7 @@ from miles_core.data.sample import Sample
 from miles_core.doctor.check import Finding, passed, stopped, warned
 from miles_core.doctor.subject import Subject
 from miles_core.rewards.rm_hub import score_sample
+from miles_core.rewards.rm_types import CUSTOM
 
 _EPS = 1e-4
 _NOTHING, _SOMETHING = 0.02, 0.1
@@ -23,6 +24,8 @@ def self_test(subject: Subject) -> Finding:
 
     word, blank = drawn(_WORD), np.full((128, 256, 3), 255, np.uint8)
     found = []
+    if CUSTOM in subject.inputs.components:
+        return _own(subject, word, blank)
     for name in subject.inputs.components:
         more, less = (subject.scorers.score(name, image, f'"{_WORD}"') for image in (word, blank))
         if name == "jpeg_compressibility":
@@ -35,6 +38,20 @@ def self_test(subject: Subject) -> Finding:
             )
         found.append(f"{name} {less.reward:.3f} and {more.reward:.3f} ({more.rm_version})")
     return passed(f"on a blank image and a drawn word, low to high: {'; '.join(found)}")
+
+
+def _own(subject: Subject, *images: np.ndarray) -> Finding:
+    """What an own reward gives two drawn images: it runs, and tells them apart."""
+    samples = [
+        Sample(group_index=0, index=i, prompt=f'"{_WORD}"', seed=0, generated_output=image.transpose(2, 0, 1) / 255)
+        for i, image in enumerate(images)
+    ]
+    word, blank = (score.reward for score in subject.own_reward.scores(samples))
+    path = subject.config.reward.custom_rm_path
+    found = f"{path} gives {word:.3f} to a drawn word and {blank:.3f} to a blank image"
+    if word == blank:
+        return warned(f"{found}: it does not tell them apart", "see whether it looks at the image")
+    return passed(found)
 
 
 def noise_level(subject: Subject) -> Finding:
@@ -96,6 +113,11 @@ def _quieter(subject: Subject) -> str:
 
 def _scored(subject: Subject, groups: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
     """The groups with their rewards, by the recipe's own scorers."""
+    if CUSTOM in subject.inputs.components:
+        for group in groups:
+            for sample, score in zip(group, subject.own_reward.scores(group), strict=True):
+                sample.reward = score.reward
+        return [list(group) for group in groups]
     args, scorers = subject.config.args(), subject.scorers
     for sample in (sample for group in groups for sample in group if sample.reward is None):
         sample.reward = score_sample(args, sample, scorers).reward

@@ -7,11 +7,11 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from miles_core.config import RunConfig
-from miles_core.config.folders import artifact_root, home
+from miles_core.config.folders import artifact_root, code_path, home
 from miles_core.data.prompts import Prompt, load_prompts, resolve_prompt_path
 from miles_core.doctor.check import NotLooked
 from miles_core.errors import InputError
@@ -23,6 +23,7 @@ from miles_core.store.run_store import RunStore
 
 if TYPE_CHECKING:
     from miles_core.doctor.trial import Trial
+    from miles_core.rewards.custom import CustomReward
     from miles_core.rewards.rm_hub import Scorers
 
 T = TypeVar("T")
@@ -109,16 +110,10 @@ class Subject:
 
     def engine(self) -> Any:
         """A rollout engine as the run's engine processes make it, not started."""
-        from miles_core.rollout.diffusers_engine import DiffusersEngine
+        from miles_core.rollout.engines import make_engine
 
-        return DiffusersEngine(
-            name="engine-0",
-            checkpoint=str(self.checkpoint),
-            family=self.family,
-            dtype=self.config.training.diffusion_forward_dtype,
-            device=self.device,
-            lora_target_modules=self.config.lora.lora_target_modules,
-        )
+        logs = home() / "logs" / "doctor"
+        return make_engine("engine-0", self.config, str(self.checkpoint), self.family, self.device, logs)
 
     def trainer(self, config: RunConfig) -> Any:
         """A trainer of one rank as the run's trainer process makes it, not started."""
@@ -183,6 +178,16 @@ class Subject:
 
         folders = self.inputs.ocr_folders
         return Scorers(OcrDirs(*folders) if folders else None, self.config.reward.ocr_min_confidence)
+
+    @property
+    def own_reward(self) -> CustomReward:
+        """The recipe's own reward, in this process."""
+        return self._once("the own reward", self._own_reward)
+
+    def _own_reward(self) -> CustomReward:
+        from miles_core.rewards.custom import CustomReward
+
+        return CustomReward(SimpleNamespace(**self.config.flat() | {"code_path": code_path(self.config)}))
 
     def _trial(self) -> Trial:
         self._need_prompts_and_model()

@@ -36,7 +36,7 @@ from miles_core.weights.verify import ProbeResult, probe_tolerance
 
 if TYPE_CHECKING:
     from miles_core.doctor.subject import Subject
-    from miles_core.rollout.diffusers_engine import DiffusersEngine
+    from miles_core.rollout.protocol import RolloutEngine
     from miles_core.training.trainer import TrainerRank
 
 GROUPS = 4
@@ -66,7 +66,7 @@ class Trained:
 class Trial:
     """`start` once; figures are made when they are first asked for; `end` leaves no process group behind."""
 
-    def __init__(self, subject: Subject, engine: DiffusersEngine, trainer: TrainerRank, files: Files) -> None:
+    def __init__(self, subject: Subject, engine: RolloutEngine, trainer: TrainerRank, files: Files) -> None:
         self.subject, self.config, self.files = subject, subject.config, files
         self.engine, self.trainer = engine, trainer
 

@@ -14,7 +14,7 @@ import ray
 from miles_core.config import RunConfig
 from miles_core.errors import StageError
 from miles_core.rollout.microgroup import Microgroup
-from miles_core.rollout.protocol import Answer, GenerateRequest, RolloutEngine, SyncReply
+from miles_core.rollout.protocol import Answer, GenerateRequest, SyncReply
 from miles_core.runtime.faults import fault_point
 from miles_core.runtime.fenced import FencedActor, Terms
 from miles_core.store.files import Files
@@ -33,38 +33,18 @@ class WrongPolicy(StageError):
     """An engine was asked to generate under a policy that it does not hold."""
 
 
-def _engine(name: str, config: RunConfig, checkpoint: str, family: str, device: str, logs: Path) -> RolloutEngine:
-    made: dict[str, Any] = {"name": name, "checkpoint": checkpoint, "family": family, "device": device}
-    made["dtype"] = config.training.diffusion_forward_dtype
-    if config.cluster.rollout_engine == "sglang":
-        from miles_core.rollout.sglang.engine import Looks, SglangEngine
-
-        c = config.cluster
-        interval, timeout = c.rollout_health_check_interval, c.rollout_health_check_timeout
-        looks = Looks(interval, timeout, c.rollout_health_check_first_wait) if c.use_fault_tolerance else None
-        return SglangEngine(
-            **made,
-            log=logs / f"{name}.log",
-            options=config.rollout.sglang_options,
-            seconds=60.0 * c.distributed_timeout_minutes,
-            looks=looks,
-        )
-    from miles_core.rollout.diffusers_engine import DiffusersEngine
-
-    return DiffusersEngine(**made, lora_target_modules=config.lora.lora_target_modules)
-
-
 class EngineActor(FencedActor):
     """One rollout engine. `generate` returns two objects, so that the driver fetches the small one alone."""
 
     changes: ClassVar = frozenset({"load_policy"})
 
     def __init__(self, terms: Terms, config: RunConfig, checkpoint: str, family: str, device: str, logs: str) -> None:
+        from miles_core.rollout.engines import make_engine
         from miles_core.training.determinism import make_deterministic
 
         super().__init__(terms)
         make_deterministic(config.training.deterministic_mode, device)
-        self.engine = _engine(terms.name, config, checkpoint, family, device, Path(logs))
+        self.engine = make_engine(terms.name, config, checkpoint, family, device, Path(logs))
         self.lora = {"lora_alpha": config.lora.lora_alpha, "lora_rank": config.lora.lora_rank}
         self.engine.start()
         self.held = self.engine.checksum()

@@ -25,6 +25,7 @@ from miles_core.pipeline.run import begin_run, plan_run
 from miles_core.pipeline.stage import Step, run_stage
 from miles_core.rewards.rm_hub import Score, Scorers, score_sample
 from miles_core.rewards.worker import RewardWorker
+from miles_core.rollout.engines import make_engine
 from miles_core.rollout.protocol import GenerateRequest
 from miles_core.rollout.rollout_function import GENERATOR, generate_rollout, sampling_params
 from miles_core.rollout.sglang.server import command
@@ -132,9 +133,7 @@ def alignment_probe(c: RunConfig, place: Place) -> tuple[bool, bool]:
 
 
 def looks(c: RunConfig, place: Place) -> tuple[float, ...] | None:
-    from miles_core.runtime.actors import _engine
-
-    found = cast(Any, _engine("engine-0", c, "/m", "sd3", "cpu", place.root))._looks
+    found = cast(Any, make_engine("engine-0", c, "/m", "sd3", "cpu", place.root))._looks
     return None if found is None else (found.interval, found.timeout, found.first_wait)
 
 

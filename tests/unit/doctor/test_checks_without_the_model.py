@@ -10,7 +10,7 @@ from miles_core.config.run_config import FIELDS, flag
 from miles_core.doctor import batches, installs, memory, place, policy, prompts, rewards, services
 from miles_core.doctor.check import Finding
 from miles_core.doctor.checks import CHECKS
-from miles_core.errors import InputError
+from miles_core.errors import InputError, StageError
 from miles_core.pipeline.run import begin_run, plan_run
 
 
@@ -238,6 +238,20 @@ def test_a_run_of_another_meaning(subject, tmp_path):
 def test_scorers_tell_drawn_images_apart(subject):
     for name in ("jpeg_compressibility", "jpeg_incompressibility"):
         told(rewards.self_test(subject(rm_type=name)), "pass", name)
+
+
+def own_reward(folder, body):
+    """Options of an own reward that returns this."""
+    (folder / f"own_{len(body)}.py").write_text(f"async def score(args, samples): return {body}")
+    return {"custom_rm_path": f"own_{len(body)}.score", "code_path": str(folder), "reward_max_retries": 0}
+
+
+def test_an_own_reward_is_tried_on_drawn_images(subject, tmp_path):
+    good = own_reward(tmp_path, "[float(s.generated_output.mean()) for s in samples]")
+    told(rewards.self_test(subject(**good)), "pass", "own_", "to a blank image")
+    told(rewards.self_test(subject(**own_reward(tmp_path, "[1.0] * len(samples)"))), "warn", "does not tell them apart")
+    with pytest.raises(StageError, match="returned 1 values for 2 samples"):
+        rewards.self_test(subject(**own_reward(tmp_path, "[1.0]")))
 
 
 @pytest.mark.parametrize(

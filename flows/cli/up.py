@@ -15,19 +15,14 @@ def up(
 ) -> None:
     """Start what the browser needs: a Prefect server (unless PREFECT_API_URL names one), a worker on this machine, and the
     deployments of prefect.yaml with their schedule and automations. Again is harmless; `miles down` ends it."""
-    SERVER.folder.mkdir(parents=True, exist_ok=True)
-    # Two at once would each find nothing there and make it.
-    with FileLock(SERVER.folder / "up.lock"):
-        _up(database, host, port)
-
-
-def _up(database: str | None, host: str, port: int | None) -> None:
     api = ensure_server(database, host, port)
     from flows.cli.worker import POOL, deploy, ensure_automations, ensure_worker
 
     print(f"Prefect UI {ui_address(api)}", flush=True)
     started = ensure_worker(api)
     print(f"worker of the pool {POOL} {'started' if started else 'runs already'}", flush=True)
-    print(f"deployments {', '.join(deploy(api))}", flush=True)
-    print(f"automations {', '.join(ensure_automations())}", flush=True)
+    # Two at once would each find no automation there and make it.
+    with FileLock(SERVER.folder / "up.lock"):
+        print(f"deployments {', '.join(deploy(api))}", flush=True)
+        print(f"automations {', '.join(ensure_automations())}", flush=True)
     print(f"start a run: {ui_address(api)}/deployments → train → Run → Custom run", flush=True)

@@ -263,10 +263,10 @@ class AlgorithmGroup(Group):
 class RewardGroup(Group):
     """How samples are scored."""
 
-    rm_type: Literal["ocr", "jpeg_compressibility", "jpeg_incompressibility"] | None = option(
+    rm_type: Literal["pickscore", "ocr", "jpeg_compressibility", "jpeg_incompressibility"] | None = option(
         None,
-        "scorer; a prompt's metadata.rm_type overrides it. jpeg_incompressibility: size in kB of the image as JPEG at "
-        "quality 95; jpeg_compressibility: -kB/500; ocr: 0 to 1",
+        "scorer; a prompt's metadata.rm_type overrides it. pickscore: about 0 to 1; ocr: 0 to 1; jpeg_incompressibility: size in "
+        "kB of the image as JPEG at quality 95; jpeg_compressibility: -kB/500",
         affects=("rewards", "evaluation"),
     )
     custom_rm_path: Text | None = option(
@@ -280,6 +280,23 @@ class RewardGroup(Group):
         None, "address of a reward service, for an own reward to read", affects=("rewards", "evaluation")
     )
     reward_max_retries: int = option(2, "times a failed score is tried again", ge=0, le=100)
+    pickscore_model_path: Text | None = option(
+        None,
+        "folder of PickScore's CLIP. Enters by what it holds",
+        affects=("rewards", "evaluation"),
+        by_content=True,
+    )
+    pickscore_processor_path: Text | None = option(
+        None,
+        "folder of PickScore's processor. Enters by what it holds",
+        affects=("rewards", "evaluation"),
+        by_content=True,
+    )
+    pickscore_num_workers: int = option(1, "PickScore processes", ge=1, le=1024)
+    pickscore_num_gpus_per_worker: float = option(1.0, "GPUs of a PickScore process where device is cuda", ge=0, le=64)
+    pickscore_batch_size: int = option(
+        8, "images a PickScore forward", affects=("rewards", "evaluation"), ge=1, le=65_536
+    )
     ocr_num_workers: int = option(4, "OCR processes", ge=1, le=1024)
     ocr_engine: Literal["onnxruntime"] = option(
         "onnxruntime", "inference engine under PaddleOCR", affects=("rewards", "evaluation")

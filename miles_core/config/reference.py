@@ -14,8 +14,8 @@ NOT_YET = frozenset(
     diffusion_nft_timestep_fraction no_diffusion_nft_adaptive_weight no_diffusion_nft_shuffle_timesteps
     custom_loss_function_path custom_prepare_train_batch_path custom_expand_samples_to_train_pairs_path
     custom_convert_samples_to_train_data_path reward_key group_rm
-    colocate_reward pickscore_model_path pickscore_processor_path
-    pickscore_num_workers pickscore_num_gpus_per_worker pickscore_batch_size pickscore_num_frames
+    colocate_reward
+    pickscore_num_frames
     dynamic_sampling_filter_path lora_ipc_weight_sync use_ema ema_rollout_policy
     ema_decay_init ema_decay_ramp ema_decay_max ema_decay_flat_steps save save_interval no_save_optim load ckpt_step
     no_load_optim no_load_rng use_wandb wandb_project wandb_group wandb_run_id wandb_team wandb_host wandb_dir

@@ -177,7 +177,8 @@ class Subject:
         from miles_core.rewards.rm_hub import Scorers
 
         folders = self.inputs.ocr_folders
-        return Scorers(OcrDirs(*folders) if folders else None, self.config.reward.ocr_min_confidence)
+        ocr = OcrDirs(*folders) if folders else None
+        return Scorers(ocr, self.config.reward.ocr_min_confidence, self.inputs.pickscore, self.device)
 
     @property
     def own_reward(self) -> CustomReward:

@@ -57,7 +57,7 @@ def make_tiny_sd3(folder: Path, seed: int = 0) -> Path:
 
 def tiny_sd3_pipeline(seed: int = 0) -> StableDiffusion3Pipeline:
     """The pipeline in memory, fp32; the caller's random state is left as it was."""
-    tokenizers = _clip_tokenizer("<|endoftext|>"), _clip_tokenizer("!"), _t5_tokenizer()
+    tokenizers = clip_tokenizer("<|endoftext|>"), clip_tokenizer("!"), _t5_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return StableDiffusion3Pipeline(
@@ -73,7 +73,7 @@ def tiny_sd3_pipeline(seed: int = 0) -> StableDiffusion3Pipeline:
         )
 
 
-def _clip_tokenizer(pad_token: str) -> CLIPTokenizer:
+def clip_tokenizer(pad_token: str) -> CLIPTokenizer:
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*characters, *(c + "</w>" for c in characters), "<|startoftext|>", "<|endoftext|>"]
     return CLIPTokenizer(

@@ -192,7 +192,7 @@ def _first(stage: str | None, changed: dict[str, list[Any]]) -> StageName:
 
 def _readers(role: str) -> tuple[StageName, ...]:
     """The stages that read the input of this role."""
-    return ("rewards",) if role == "ocr_models" else ("rollout",)
+    return ("rewards",) if role in ("ocr_models", "pickscore") else ("rollout",)
 
 
 def _after(stage: StageName) -> StageName:

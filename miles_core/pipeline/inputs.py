@@ -10,6 +10,7 @@ from miles_core.data.prompts import Prompt, load_prompts, named_set, prompts_dig
 from miles_core.errors import InputError
 from miles_core.families.resolve import checkpoint_digest, family_of, resolve_checkpoint
 from miles_core.rewards.ocr_models import ocr_model_dirs, ocr_models_digest
+from miles_core.rewards.pickscore_models import PickFolders, pick_folders
 from miles_core.rewards.rm_types import CUSTOM, components_of
 from miles_core.store.digest import canonical_json, sha256_hex
 from miles_core.store.stages import StageName
@@ -25,6 +26,7 @@ class EvalSet:
     components: tuple[str, ...]
     ocr_folders: tuple[str, str] | None
     ocr_digest: str | None
+    pickscore: PickFolders | None = None
 
     @property
     def digest(self) -> str:
@@ -46,6 +48,7 @@ class Inputs:
     ocr_folders: tuple[str, str] | None
     ocr_digest: str | None
     evaluation: EvalSet | None = None
+    pickscore: PickFolders | None = None
     hooks: Mapping[str, str] = field(default_factory=dict)
 
     def affecting(self, stage: StageName) -> dict[str, str]:
@@ -58,8 +61,8 @@ class Inputs:
             return {"checkpoint": self.checkpoint_digest}
         if stage == "prompts":
             return {"prompt_data": self.prompts_digest}
-        if stage == "rewards" and self.ocr_digest:
-            return {"ocr_models": self.ocr_digest}
+        if stage == "rewards":
+            return _of_scorers(self)
         if stage == "evaluation":
             return {"checkpoint": self.checkpoint_digest} | self._of_evaluation()
         return {}
@@ -67,13 +70,17 @@ class Inputs:
     def _of_evaluation(self) -> dict[str, str]:
         if self.evaluation is None:
             return {}
-        ocr = self.evaluation.ocr_digest
-        return {"eval_prompt_data": self.evaluation.digest} | ({"ocr_models": ocr} if ocr else {})
+        return {"eval_prompt_data": self.evaluation.digest} | _of_scorers(self.evaluation)
 
     def all(self) -> dict[str, str]:
         """Every digest that training depends on, by role."""
         stages: tuple[StageName, ...] = ("policy", "prompts", "rollout", "rewards", "advantages", "update")
         return {role: digest for stage in stages for role, digest in self.affecting(stage).items()}
+
+
+def _of_scorers(scored: Inputs | EvalSet) -> dict[str, str]:
+    ocr = {"ocr_models": scored.ocr_digest} if scored.ocr_digest else {}
+    return ocr | ({"pickscore": scored.pickscore.digest} if scored.pickscore else {})
 
 
 def resolve_inputs(config: RunConfig, *, evaluation: bool = True) -> Inputs:
@@ -108,6 +115,7 @@ def resolve_inputs(config: RunConfig, *, evaluation: bool = True) -> Inputs:
         ocr_folders=ocr,
         ocr_digest=ocr_models_digest(*ocr) if ocr else None,
         evaluation=eval_set,
+        pickscore=_pickscore(config, components),
         hooks=_hooks(config),
     )
 
@@ -129,7 +137,7 @@ def resolve_eval_set(config: RunConfig) -> EvalSet | None:
     components = _components(config, prompts)
     ocr = _ocr(config, components)
     digest = ocr_models_digest(*ocr) if ocr else None
-    return EvalSet(name, tuple(prompts), tuple(components), ocr, digest)
+    return EvalSet(name, tuple(prompts), tuple(components), ocr, digest, _pickscore(config, components))
 
 
 def _components(config: RunConfig, prompts: Sequence[Prompt]) -> list[str]:
@@ -153,3 +161,9 @@ def _ocr(config: RunConfig, components: list[str]) -> tuple[str, str] | None:
     if "ocr" not in components:
         return None
     return ocr_model_dirs(home() / "models", config.reward.ocr_det_model_dir, config.reward.ocr_rec_model_dir)
+
+
+def _pickscore(config: RunConfig, components: list[str]) -> PickFolders | None:
+    if "pickscore" not in components:
+        return None
+    return pick_folders(config.reward.pickscore_model_path, config.reward.pickscore_processor_path)

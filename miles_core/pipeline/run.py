@@ -193,6 +193,7 @@ ROLES = {
     "checkpoint": ("hf_checkpoint",),
     "prompt_data": ("prompt_data",),
     "ocr_models": ("ocr_det_model_dir", "ocr_rec_model_dir"),
+    "pickscore": ("pickscore_model_path", "pickscore_processor_path"),
 }
 
 

@@ -1,10 +1,12 @@
 """Dispatch of samples to the built-in scorers; a scorer's failure is an error after its tries, never a number."""
 
+from __future__ import annotations
+
 import asyncio
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -13,8 +15,12 @@ from miles_core.errors import InputError, StageError
 from miles_core.rewards.jpeg import JPEG_VERSION, jpeg_compressibility, jpeg_incompressibility
 from miles_core.rewards.ocr import OcrReader, ocr_reward
 from miles_core.rewards.ocr_models import OcrDirs
+from miles_core.rewards.pickscore_models import PickFolders
 from miles_core.rewards.quoted import quoted_target, target_fault
 from miles_core.rewards.rm_types import RM_TYPES
+
+if TYPE_CHECKING:
+    from miles_core.rewards.pickscore import PickScorer
 
 T = TypeVar("T")
 
@@ -33,15 +39,26 @@ class Score:
 
 
 class Scorers:
-    """The built-in scorers of a process. OCR is loaded at its first use, or by `warm_up`."""
+    """The built-in scorers of a process. OCR and PickScore are loaded at their first use, or by `warm_up`. device: of
+    PickScore."""
 
-    def __init__(self, ocr_dirs: OcrDirs | None = None, ocr_min_confidence: float = 0.5) -> None:
+    def __init__(
+        self,
+        ocr_dirs: OcrDirs | None = None,
+        ocr_min_confidence: float = 0.5,
+        pickscore: PickFolders | None = None,
+        device: str = "cpu",
+    ) -> None:
         self.ocr_dirs = ocr_dirs
         self.ocr_min_confidence = ocr_min_confidence
+        self.pickscore, self.device = pickscore, device
         self._reader: OcrReader | None = None
+        self._picker: PickScorer | None = None
 
     def warm_up(self) -> None:
-        """Load OCR, where its models are given, and read one blank image."""
+        """Load what is given: OCR, which then reads one blank image, and PickScore."""
+        if self.pickscore is not None:
+            self.load_pickscore()
         if self.ocr_dirs is not None:
             self.load_ocr().read(np.full((64, 128, 3), 255, np.uint8))
 
@@ -60,8 +77,25 @@ class Scorers:
                 ) from fault
         return self._reader
 
+    def load_pickscore(self) -> PickScorer:
+        """The process's PickScore, made once. Raises StageError where its folders are not given or cannot be loaded."""
+        if self._picker is None:
+            if self.pickscore is None:
+                raise StageError("this worker was started without PickScore and a sample has rm_type pickscore")
+            from miles_core.rewards.pickscore import PickScorer
+
+            self._picker = PickScorer(self.pickscore, self.device)
+        return self._picker
+
+    def pick_scores(self, images: Sequence[np.ndarray], prompts: Sequence[str]) -> list[Score]:
+        """PickScores of (H, W, 3) uint8 images, each with its own prompt, as one batch."""
+        picker = self.load_pickscore()
+        return [Score(value, "pickscore", picker.version) for value in picker.scores(images, prompts)]
+
     def score(self, rm_type: str, image: np.ndarray, prompt: str) -> Score:
         """Score of an (H, W, 3) uint8 RGB image; whatever the scorer raises is passed on."""
+        if rm_type == "pickscore":
+            return self.pick_scores([image], [prompt])[0]
         if rm_type == "ocr":
             target = quoted_target(prompt) or ""
             reader = self.load_ocr()
@@ -83,12 +117,30 @@ async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> l
     """
     scorers: Scorers = kwargs["scorers"]
     scores: dict[int, Score] = kwargs.get("scores", {})
-    rewards = []
+    picked = [sample for sample in samples if (sample.rm_type or args.rm_type) == "pickscore"]
+    size = getattr(args, "pickscore_batch_size", 8)
+    for first in range(0, len(picked), size):
+        batch = picked[first : first + size]
+        found = await asyncio.to_thread(pick_batch, args, batch, scorers)
+        scores |= {sample.index: score for sample, score in zip(batch, found, strict=True)}
     for sample in samples:
-        score = await asyncio.to_thread(score_sample, args, sample, scorers)
-        scores[sample.index] = score
-        rewards.append(score.reward)
-    return rewards
+        if sample.index not in scores:
+            scores[sample.index] = await asyncio.to_thread(score_sample, args, sample, scorers)
+    return [scores[sample.index].reward for sample in samples]
+
+
+def pick_batch(args: Any, samples: list[Sample], scorers: Scorers) -> list[Score]:
+    """PickScores of a batch. Raises StageError that names the samples, tries and cause."""
+    scorers.load_pickscore()
+    images, prompts = [rgb_hwc_uint8(sample) for sample in samples], [sample.prompt for sample in samples]
+    started = time.perf_counter()
+    scores, tries = with_retries(
+        lambda: scorers.pick_scores(images, prompts),
+        args.reward_max_retries,
+        f"rm_type pickscore failed on samples {samples[0].index} to {samples[-1].index}",
+    )
+    seconds = (time.perf_counter() - started) / len(samples)
+    return [replace(score, tries=tries, seconds=seconds) for score in scores]
 
 
 def score_sample(args: Any, sample: Sample, scorers: Scorers) -> Score:

@@ -6,10 +6,10 @@ import pyarrow as pa
 
 from miles_core.errors import InputError
 
-RM_TYPES = ("ocr", "jpeg_compressibility", "jpeg_incompressibility")
+RM_TYPES = ("pickscore", "ocr", "jpeg_compressibility", "jpeg_incompressibility")
 # What a user's own function gives (--custom-rm-path), in the place of all others.
 CUSTOM = "custom"
-NOT_YET = ("pickscore", "remote_rm")
+NOT_YET = ("remote_rm",)
 
 
 def check_rm_type(name: object, where: str) -> None:

@@ -16,6 +16,7 @@ from miles_core.data.sample import Sample
 from miles_core.errors import StageError
 from miles_core.rewards.custom import CustomReward
 from miles_core.rewards.ocr_models import OcrDirs
+from miles_core.rewards.pickscore_models import PickFolders
 from miles_core.rewards.rm_hub import Score, Scorers, batched_async_rm
 from miles_core.store.digest import ROW_DIGEST
 from miles_core.store.files import Files
@@ -30,12 +31,21 @@ class RewardWorker:
 
     args: the run's flat configuration (rm_type, custom_rm_path, reward_max_retries, ocr_min_confidence), and code_path.
     ocr_dirs: the OCR models, None where no sample of the run is scored by OCR. name: stands in the `worker` column.
+    pickscore: its folders, likewise; device: cpu or cuda, of PickScore.
     """
 
-    def __init__(self, args: Mapping[str, Any], ocr_dirs: tuple[str, str] | None = None, name: str = "reward") -> None:
+    def __init__(
+        self,
+        args: Mapping[str, Any],
+        ocr_dirs: tuple[str, str] | None = None,
+        name: str = "reward",
+        pickscore: PickFolders | None = None,
+        device: str = "cpu",
+    ) -> None:
         self.args = SimpleNamespace(**args)
         self.name = name
-        self.scorers = Scorers(OcrDirs(*ocr_dirs) if ocr_dirs else None, self.args.ocr_min_confidence)
+        ocr = OcrDirs(*ocr_dirs) if ocr_dirs else None
+        self.scorers = Scorers(ocr, self.args.ocr_min_confidence, pickscore, device)
         self.custom = CustomReward(self.args) if getattr(self.args, "custom_rm_path", None) else None
 
     def warm_up(self) -> None:

@@ -117,11 +117,20 @@ class ParserActor(FencedActor):
 class RewardActor(FencedActor):
     """One scorer process."""
 
-    def __init__(self, terms: Terms, args: dict[str, Any], ocr_folders: tuple[str, str] | None) -> None:
+    def __init__(
+        self,
+        terms: Terms,
+        args: dict[str, Any],
+        ocr_folders: tuple[str, str] | None,
+        pickscore: tuple[str, str, str] | None,
+        device: str,
+    ) -> None:
+        from miles_core.rewards.pickscore_models import PickFolders
         from miles_core.rewards.worker import RewardWorker
 
         super().__init__(terms)
-        self.worker = RewardWorker(args, ocr_folders, terms.name)
+        folders = PickFolders(*pickscore) if pickscore else None
+        self.worker = RewardWorker(args, ocr_folders, terms.name, folders, device)
         self.worker.warm_up()
 
     def score(

@@ -160,7 +160,9 @@ class Roster:
         except (self.ray.exceptions.GetTimeoutError, self.ray.exceptions.RayActorError):
             return None
 
-    def actor(self, kind: str, name: str, config: RunConfig, *arguments: Any, fresh: bool = False) -> Actor:
+    def actor(
+        self, kind: str, name: str, config: RunConfig, *arguments: Any, fresh: bool = False, gpus: float = 0.0
+    ) -> Actor:
         """An actor of that name: the one that an earlier command left where it fits, else a new one."""
         if self.aborted:
             raise StageError("the command was ended; run it again to resume")
@@ -176,7 +178,9 @@ class Roster:
             self._left.pop(name)[0].end()
         options: dict[str, Any] = {"num_cpus": 0, "concurrency_groups": {"watch": 1}}
         if kind in ("EngineActor", "TrainerActor") and self.device == "cuda":
-            options["num_gpus"] = 1
+            gpus = 1.0
+        if gpus:
+            options["num_gpus"] = gpus
         if self.run:
             options |= {"name": name, "lifetime": "detached"}
         idle = 60.0 * self.config.cluster.actor_idle_minutes if self.run else 0.0

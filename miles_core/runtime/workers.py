@@ -36,6 +36,9 @@ class Scored(Protocol):
     @property
     def ocr_folders(self) -> tuple[str, str] | None: ...
 
+    @property
+    def pickscore(self) -> tuple[str, str, str] | None: ...
+
 
 class Workers(Roster):
     """Engines, parsers, scorers and trainer ranks of one run.
@@ -175,12 +178,20 @@ class Workers(Roster):
         """Scorer processes for this reward configuration; a rerun's differ from the run's, and an evaluation's may."""
         args = config.flat() | {"code_path": code_path(config)}
         key, own = (
-            repr((sorted(config.affecting("rewards").items()), scored.ocr_folders, scored.components, config.reward))
+            repr(
+                (
+                    sorted(config.affecting("rewards").items()),
+                    scored.ocr_folders,
+                    scored.components,
+                    scored.pickscore,
+                    config.reward,
+                )
+            )
             for scored in (inputs, self.inputs)
         )
         with self._starting["scorers"]:
             if key not in self._scorers:
-                count = config.reward.ocr_num_workers if "ocr" in inputs.components else 1
+                count = self._scorer_count(config, inputs)
                 name = "scorer" if key == own else "eval-scorer"
                 self._say_start("scorers", name, count)
                 self._scorers[key] = [self._new_scorer(f"{name}-{i}", args, inputs) for i in range(count)]
@@ -308,7 +319,7 @@ class Workers(Roster):
 
     def expected(self) -> dict[str, str]:
         cluster, rollout = self.config.cluster, self.config.rollout
-        scorers = self.config.reward.ocr_num_workers if "ocr" in self.inputs.components else 1
+        scorers = self._scorer_count(self.config, self.inputs)
         counts = {
             ("EngineActor", "engine"): cluster.rollout_num_engines,
             ("ParserActor", "parser"): rollout.rollout_parser_num_workers,
@@ -331,4 +342,12 @@ class Workers(Roster):
         return self.actor("ParserActor", f"parser-{index}", self.config)
 
     def _new_scorer(self, name: str, args: dict[str, Any], inputs: Scored) -> Actor:
-        return self.actor("RewardActor", name, self.config, args, inputs.ocr_folders)
+        device = self.device if inputs.pickscore else "cpu"
+        gpus = self.config.reward.pickscore_num_gpus_per_worker if device == "cuda" else 0.0
+        folders = inputs.ocr_folders, inputs.pickscore
+        return self.actor("RewardActor", name, self.config, args, *folders, device, gpus=gpus)
+
+    @staticmethod
+    def _scorer_count(config: RunConfig, inputs: Scored) -> int:
+        ocr = config.reward.ocr_num_workers if "ocr" in inputs.components else 1
+        return max(ocr, config.reward.pickscore_num_workers if inputs.pickscore else 1)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,7 +24,7 @@ from miles_core.pipeline.inputs import Inputs, resolve_inputs
 from miles_core.pipeline.retention import rules_of
 from miles_core.pipeline.run import begin_run, plan_run
 from miles_core.pipeline.stage import Step, run_stage
-from miles_core.rewards.rm_hub import Score, Scorers, score_sample
+from miles_core.rewards.rm_hub import Score, Scorers, batched_async_rm, score_sample
 from miles_core.rewards.worker import RewardWorker
 from miles_core.rollout.engines import make_engine
 from miles_core.rollout.protocol import GenerateRequest
@@ -70,6 +71,10 @@ class Place:
             ]
             (root / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
         (root / "own.py").write_text(OWN)
+        for name in ("clip", "other-clip"):
+            (root / name).mkdir()
+            for file in ("config.json", "model.safetensors", "preprocessor_config.json", "tokenizer.json"):
+                (root / name / file).write_text(name)
         for kind in ("det", "rec"):
             for name in (kind, f"other-{kind}"):
                 (root / name).mkdir()
@@ -135,6 +140,44 @@ def alignment_probe(c: RunConfig, place: Place) -> tuple[bool, bool]:
 def looks(c: RunConfig, place: Place) -> tuple[float, ...] | None:
     found = cast(Any, make_engine("engine-0", c, "/m", "sd3", "cpu", place.root))._looks
     return None if found is None else (found.interval, found.timeout, found.first_wait)
+
+
+def pick_folder(kind: int) -> Callable[[RunConfig, Place], str]:
+    return lambda c, place: Path((resolve_inputs(c).pickscore or ())[kind]).name
+
+
+def images_a_forward(c: RunConfig, place: Place) -> list[int]:
+    """Of nine samples that PickScore scores."""
+    sizes: list[int] = []
+
+    class Counting(Scorers):
+        def load_pickscore(self) -> Any:
+            return None
+
+        def pick_scores(self, images: Any, prompts: Any) -> list[Score]:
+            sizes.append(len(images))
+            return [Score(0.0, "pickscore", "v")] * len(images)
+
+    pixels = torch.zeros(3, 8, 8)
+    samples = [Sample(group_index=0, index=i, prompt="p", seed=i, generated_output=pixels) for i in range(9)]
+    asyncio.run(batched_async_rm(c.args(), samples, scorers=Counting()))
+    return sizes
+
+
+def scorer_processes(c: RunConfig, place: Place) -> int:
+    return Workers._scorer_count(c, resolve_inputs(c))
+
+
+def gpus_of_a_scorer(c: RunConfig, place: Place) -> float:
+    asked: list[float] = []
+
+    class Asking(Workers):
+        def actor(self, *_: Any, gpus: float = 0.0, **__: Any) -> Any:
+            asked.append(gpus)
+
+    workers = Asking(c, resolve_inputs(c), place.root)
+    workers._new_scorer("scorer-0", c.flat(), workers.inputs)
+    return asked[0]
 
 
 def own_functions(c: RunConfig, place: Place) -> str:

@@ -62,6 +62,11 @@ SERVED = {"rollout_engine": "sglang"}
 LOOKED_AFTER = SERVED | {"use_fault_tolerance": True}
 OWN_STD = {"globalize_reward_std": False}
 EVALUATED = {"eval_prompt_data": "{}/e.jsonl"}
+PICK_RUN = EVALUATED | {
+    "rm_type": "pickscore",
+    "pickscore_model_path": "{}/clip",
+    "pickscore_processor_path": "{}/clip",
+}
 OCR_RUN = {"rm_type": "ocr", "ocr_det_model_dir": "{}/det", "ocr_rec_model_dir": "{}/rec"} | EVALUATED
 
 RUN: dict[str, Effect | OneChoice] = {
@@ -283,6 +288,11 @@ REWARD: dict[str, Effect | OneChoice] = {
     "custom_rm_path": own("score", "custom_rm_path"),
     "rm_url": Effect("http://other/score", see.service, None, "http://other/score", tests=(EXAMPLE,)),
     "reward_max_retries": Effect(0, see.tries_of_a_failing_score, 3, 1),
+    "pickscore_model_path": Effect("{}/other-clip", see.pick_folder(0), "clip", "other-clip", base=PICK_RUN),
+    "pickscore_processor_path": Effect("{}/other-clip", see.pick_folder(1), "clip", "other-clip", base=PICK_RUN),
+    "pickscore_batch_size": Effect(4, see.images_a_forward, [8, 1], [4, 4, 1], base=PICK_RUN),
+    "pickscore_num_workers": Effect(3, see.scorer_processes, 1, 3, base=PICK_RUN),
+    "pickscore_num_gpus_per_worker": Effect(0.5, see.gpus_of_a_scorer, 1.0, 0.5, base=PICK_RUN | {"device": "cuda"}),
     "ocr_num_workers": Effect(3, tests=(f"{PROCESSES}test_as_many_processes_as_the_options_say",)),
     "ocr_engine": OneChoice("onnxruntime", "paddle"),
     "ocr_min_confidence": Effect(
@@ -335,7 +345,8 @@ STAGES_OF: dict[tuple[str, ...], str] = {
     (): """run_id new artifact_root code_path num_rollout keep_full_checkpoints keep_latents_iterations actor_num_nodes
         actor_num_gpus_per_node rollout_num_engines device distributed_timeout_minutes keep_actors actor_idle_minutes
         dp_replicate_size deterministic_mode rollout_parser_num_workers rollout_max_retries reward_max_retries
-        refuse_other_versions alignment_gate use_fault_tolerance rollout_health_check_interval
+        pickscore_num_workers pickscore_num_gpus_per_worker refuse_other_versions
+        alignment_gate use_fault_tolerance rollout_health_check_interval
         rollout_health_check_timeout rollout_health_check_first_wait ocr_num_workers
         eval_interval skip_eval_before_train stop_on_eval_failure""",
     ("policy",): "use_lora lora_rank lora_alpha lora_target_modules lora_init_weights",
@@ -357,7 +368,8 @@ STAGES_OF: dict[tuple[str, ...], str] = {
     (
         "rewards",
         "evaluation",
-    ): "rm_type custom_rm_path rm_url ocr_engine ocr_min_confidence ocr_det_model_dir ocr_rec_model_dir",
+    ): """rm_type custom_rm_path rm_url pickscore_model_path pickscore_processor_path
+        pickscore_batch_size ocr_engine ocr_min_confidence ocr_det_model_dir ocr_rec_model_dir""",
     ("evaluation",): "eval_prompt_data n_samples_per_eval_prompt diffusion_eval_num_steps",
     ("advantages",): """advantage_estimator disable_grpo_std_normalization globalize_reward_mean
         globalize_reward_std custom_reward_post_process_path rollout_sample_filter_path""",

@@ -66,7 +66,7 @@ def test_nothing_given_is_nothing_changed() -> None:
         ({"run": {"num_rollout": "two"}}, "options.run.num_rollout 'two': input should be a valid integer"),
         ({"run": {"num_rollout": 0}}, "options.run.num_rollout 0: input should be greater than or equal to 1"),
         ({"run": 5}, "options.run 5: give its options by name"),
-        ({"reward": {"rm_type": "beauty"}}, "options.reward.rm_type 'beauty': input should be 'ocr'"),
+        ({"reward": {"rm_type": "beauty"}}, "options.reward.rm_type 'beauty': input should be 'pickscore', 'ocr'"),
         ([1], "options [1]: give its options by name"),
     ],
 )

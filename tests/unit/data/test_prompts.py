@@ -102,15 +102,9 @@ FAULTS = [
         "unknown scorer",
         "p.jsonl",
         '{"input": "a", "metadata": {"rm_type": "ORC"}}',
-        "line 1: unknown rm_type 'ORC': choose ocr",
+        "line 1: unknown rm_type 'ORC': choose pickscore",
     ),
     ("scorer list", "p.jsonl", '{"input": "a", "metadata": {"rm_type": ["ocr"]}}', "line 1: unknown rm_type"),
-    (
-        "pickscore",
-        "p.jsonl",
-        '{"input": "a", "metadata": {"rm_type": "pickscore"}}',
-        "line 1: rm_type pickscore is not there yet",
-    ),
     (
         "remote",
         "p.jsonl",

@@ -283,9 +283,9 @@ class TestRmTypes:
         assert rm_types_of(pa.Table.from_pylist(rows, schema=PROMPTS)) == {4: None, 3: "ocr"}
 
     def test_names(self) -> None:
-        for name in ("ocr", *JPEG):
+        for name in ("pickscore", "ocr", *JPEG):
             check_rm_type(name, "here")
-        with pytest.raises(InputError, match="here: rm_type pickscore is not there yet"):
-            check_rm_type("pickscore", "here")
+        with pytest.raises(InputError, match="here: rm_type remote_rm is not there yet"):
+            check_rm_type("remote_rm", "here")
         with pytest.raises(InputError, match="here: unknown rm_type 'aesthetic'"):
             check_rm_type("aesthetic", "here")

@@ -38,7 +38,9 @@ class EngineActor(FencedActor):
 
     changes: ClassVar = frozenset({"load_policy"})
 
-    def __init__(self, terms: Terms, config: RunConfig, checkpoint: str, family: str, device: str, logs: str) -> None:
+    def __init__(
+        self, terms: Terms, config: RunConfig, checkpoint: str, family: str, device: str, logs: str = ""
+    ) -> None:
         from miles_core.rollout.engines import make_engine
         from miles_core.training.determinism import make_deterministic
 
@@ -51,7 +53,7 @@ class EngineActor(FencedActor):
         # Where its server dies the engine is dead.
         self.engine.when_gone(lambda: os._exit(1))
 
-    def generate(self, request: GenerateRequest, policy_digest: str, describe: bool) -> tuple[Answer, Receipt]:
+    def generate(self, request: GenerateRequest, policy_digest: str, describe: bool = True) -> tuple[Answer, Receipt]:
         """`describe`: with the conditioning. Raises WrongPolicy where the engine does not hold the policy that the rows will
         name."""
         if self.held != policy_digest:

@@ -41,6 +41,7 @@ OTHER = {
     "log_prob_no_const": True,
     "sde_step_indices": (0,),
     "generator_device": "cuda",
+    "debug": True,
 }
 MODULE = "transformer_blocks.0.attn.to_q"
 
@@ -68,7 +69,9 @@ SHAPES = {"A": (4, 64), "B": (64, 4)}
 
 
 def bits(result: GenerateResult) -> list[bytes]:
-    tensors = [getattr(o, n) for o in result.outputs for n in ("image", "log_probs", "latents", "timesteps", "sigmas")]
+    names = ("image", "log_probs", "latents", "timesteps", "sigmas", "model_outputs")
+    found = [getattr(output, name) for output in result.outputs for name in names]
+    tensors = [tensor for tensor in found if tensor is not None]
     return [t.numpy().tobytes() for t in [*tensors, *result.conditioning.values()]]
 
 

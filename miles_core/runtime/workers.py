@@ -84,11 +84,15 @@ class Workers(Roster):
         """Raises InputError where the run needs more GPUs than there are: Ray would wait for them for ever."""
         cluster = self.config.cluster
         ranks = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
-        wanted, there = ranks + cluster.rollout_num_engines, int(self.ray.cluster_resources().get("GPU", 0))
+        reward = self.config.reward
+        scoring = reward.pickscore_num_workers * reward.pickscore_num_gpus_per_worker if self.inputs.pickscore else 0.0
+        wanted, there = ranks + cluster.rollout_num_engines + scoring, int(self.ray.cluster_resources().get("GPU", 0))
         if self.device == "cuda" and there < wanted:
+            own = f", PickScore {scoring:g}" if scoring else ""
             raise InputError(
-                f"{ranks} trainer ranks and {cluster.rollout_num_engines} engines take a GPU each and the Ray cluster has "
-                f"{there}: give --device cpu, or fewer by --actor-num-gpus-per-node and --rollout-num-engines"
+                f"{ranks} trainer ranks and {cluster.rollout_num_engines} engines take a GPU each{own}, and the Ray cluster has "
+                f"{there}: give --device cpu, or fewer by --actor-num-gpus-per-node, --rollout-num-engines and "
+                "--pickscore-num-gpus-per-worker"
             )
 
     # Engines, parsers, scorers

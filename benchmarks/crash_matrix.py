@@ -288,7 +288,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cli", action="store_true")
     parser.add_argument("--afresh", action="store_true", help="matrix: also the cells that the results have")
-    parser.add_argument("--chunk", type=int, default=12, help="points a run of the matrix, whose results are written at its end")
+    parser.add_argument(
+        "--chunk", type=int, default=12, help="points a run of the matrix, whose results are written at its end"
+    )
     given = parser.parse_args()
     home = Path(tempfile.mkdtemp(prefix="miles-crash-"))
     victims = set(given.victims.split(","))

@@ -21,9 +21,12 @@ _FALLBACK = "Diffusers"
 _LAST_LINES = 8
 
 
-def command(checkpoint: str, family: str, dtype: str, port: int, nonce: str, options: Mapping[str, str]) -> list[str]:
+def command(
+    checkpoint: str, family: str, dtype: str, ports: tuple[int, int], nonce: str, options: Mapping[str, str]
+) -> list[str]:
     """The server's command line. `options` are the server's own by name (`attention_backend`) and come before our defaults;
-    the value "true" is a switch, "false" takes a default of ours away or is passed on."""
+    the value "true" is a switch, "false" takes a default of ours away or is passed on. `ports`: of HTTP and of its
+    scheduler, which would be 5555 for every server."""
     ours = {
         "model-type": "diffusion",
         "model-path": checkpoint,
@@ -32,7 +35,8 @@ def command(checkpoint: str, family: str, dtype: str, port: int, nonce: str, opt
         "backend": "sglang",
         "served-model-name": nonce,
         "host": "127.0.0.1",
-        "port": str(port),
+        "port": str(ports[0]),
+        "scheduler-port": str(ports[1]),
         "strict-ports": "true",
         "warmup-mode": "off",
         "dit-precision": dtype,
@@ -59,9 +63,9 @@ class Server:
     ) -> None:
         self.name, self.log = name, log
         self._nonce = f"miles-{secrets.token_hex(8)}"
-        port = _free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        self._command = command(checkpoint, family, dtype, port, self._nonce, options)
+        ports = _free_ports()
+        self.url = f"http://127.0.0.1:{ports[0]}"
+        self._command = command(checkpoint, family, dtype, ports, self._nonce, options)
         self._environment = dict(os.environ) | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
         if device == "cpu":
             self._environment |= {"SGLANG_DIFFUSION_PLATFORM_OVERRIDE": "cpu", "OMP_NUM_THREADS": "1"}
@@ -127,7 +131,8 @@ class Server:
         return answer
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _free_ports() -> tuple[int, int]:
+    with socket.socket() as one, socket.socket() as other:
+        for probe in (one, other):
+            probe.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1]), int(other.getsockname()[1])

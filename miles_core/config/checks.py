@@ -191,7 +191,8 @@ def needs(c: RunConfig) -> None:
 
 # What an engine of ours gives its server itself.
 _OWN = (
-    *("model_type", "model_path", "model_id", "backend", "served_model_name", "host", "port", "scheduler_port"),
+    *("model_type", "model_path", "model_id", "backend", "served_model_name", "host", "port"),
+    *("scheduler_port", "master_port"),
     *("strict_ports", "warmup_mode", "dit_precision"),
 )
 

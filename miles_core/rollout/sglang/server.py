@@ -22,11 +22,11 @@ _LAST_LINES = 8
 
 
 def command(
-    checkpoint: str, family: str, dtype: str, ports: tuple[int, int], nonce: str, options: Mapping[str, str]
+    checkpoint: str, family: str, dtype: str, ports: tuple[int, int, int], nonce: str, options: Mapping[str, str]
 ) -> list[str]:
     """The server's command line. `options` are the server's own by name (`attention_backend`) and come before our defaults;
-    the value "true" is a switch, "false" takes a default of ours away or is passed on. `ports`: of HTTP and of its
-    scheduler, which would be 5555 for every server."""
+    the value "true" is a switch, "false" takes a default of ours away or is passed on. `ports`: of HTTP, of its
+    scheduler and of its process group; the last two would be 5555 and 30005 for every server."""
     ours = {
         "model-type": "diffusion",
         "model-path": checkpoint,
@@ -37,6 +37,7 @@ def command(
         "host": "127.0.0.1",
         "port": str(ports[0]),
         "scheduler-port": str(ports[1]),
+        "master-port": str(ports[2]),
         "strict-ports": "true",
         "warmup-mode": "off",
         "dit-precision": dtype,
@@ -131,8 +132,10 @@ class Server:
         return answer
 
 
-def _free_ports() -> tuple[int, int]:
-    with socket.socket() as one, socket.socket() as other:
-        for probe in (one, other):
+def _free_ports() -> tuple[int, int, int]:
+    with socket.socket() as http, socket.socket() as scheduler, socket.socket() as master:
+        probes = http, scheduler, master
+        for probe in probes:
             probe.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1]), int(other.getsockname()[1])
+        first, second, third = (int(probe.getsockname()[1]) for probe in probes)
+        return first, second, third

@@ -124,7 +124,7 @@ def device(c: RunConfig, place: Place) -> str:
 
 
 def attention_of_the_server(c: RunConfig, place: Place) -> str:
-    words = command("/m", "sd3", "fp32", (1, 2), "n", c.rollout.sglang_options)
+    words = command("/m", "sd3", "fp32", (1, 2, 3), "n", c.rollout.sglang_options)
     return words[words.index("--attention-backend") + 1] if "--attention-backend" in words else ""
 
 

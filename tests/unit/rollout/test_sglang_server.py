@@ -8,7 +8,7 @@ from miles_core.rollout.sglang.server import command
 def flags(**options: str) -> dict[str, list[str]]:
     """The flags and the words behind each."""
     found: dict[str, list[str]] = {}
-    for word in command("/models/a b", "sd3", "bf16", (4000, 4001), "nonce", options)[2:]:
+    for word in command("/models/a b", "sd3", "bf16", (4000, 4001, 4002), "nonce", options)[2:]:
         if word.startswith("--"):
             name = found.setdefault(word, [])
         else:
@@ -20,7 +20,7 @@ def test_what_it_must_be_told() -> None:
     told = flags()
     assert told["--model-path"] == ["/models/a b"]
     assert told["--backend"] == ["sglang"] and told["--model-id"] == ["stable-diffusion-3.5-medium"]
-    assert told["--port"] == ["4000"] and told["--scheduler-port"] == ["4001"]
+    assert told["--port"] == ["4000"] and told["--scheduler-port"] == ["4001"] and told["--master-port"] == ["4002"]
     assert told["--served-model-name"] == ["nonce"]
     assert told["--dit-precision"] == ["bf16"] and told["--text-encoder-precisions"] == ["bf16"] * 3
     assert told["--sleep-on-idle"] == [] and told["--strict-ports"] == []

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from miles_core.errors import InputError, StageError
-from miles_core.runtime.heads import PATIENCE, Head, adopt_head, end_head, end_left_heads, leave_head, start_head
+from miles_core.runtime.heads import Head, adopt_head, end_head, end_left_heads, leave_head, start_head
 
 
 @contextlib.contextmanager
@@ -41,8 +41,6 @@ def ray_cluster(
 def _own_head(state: Path, run: str, idle_seconds: float, namespace: str | None) -> tuple[Path, Head]:
     """A connected head: one that was left, where it answers, else a new one."""
     end_left_heads(state, unkept_only=True)
-    for name, value in PATIENCE.items():
-        os.environ.setdefault(name, value)
     left = adopt_head(state, run) if run else None
     if left:
         note, head = left

@@ -25,8 +25,6 @@ from miles_core.store.digest import canonical_json, sha256_hex
 from miles_core.store.process import machine, start_of
 
 START_SECONDS = 180
-# A head of our own that is gone does not come back: who is connected to it need not wait a minute for that.
-PATIENCE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "15"}
 Identity = tuple[int, float]
 
 
@@ -81,7 +79,7 @@ def start_head(state: Path, token: str, run: str, idle_seconds: float) -> tuple[
     with log.open("wb") as out:
         keeper = subprocess.Popen(
             [sys.executable, "-m", "miles_core.runtime.keeper", str(note)],
-            env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0", **PATIENCE},
+            env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"},
             stdout=out,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

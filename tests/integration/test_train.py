@@ -201,7 +201,9 @@ def test_two_commands_do_not_train_one_run(place: Place, trained: str) -> None:
     process = place.start(
         "train", "tiny", "--num-rollout", "1", "--run-id", "two", MILES_FAULT="prompts:start:1:slow=400"
     )
-    while not (place.home / "artifacts/two/run.json").exists() and process.poll() is None:
+    # Until Ray is connected: while it connects, a handler of its own answers SIGTERM by abort.
+    prompts = place.home / "artifacts/two/iteration=000000/stage=prompts"
+    while not list(prompts.glob("*/attempt.json")) and process.poll() is None:
         time.sleep(0.05)
     output = place.miles("train", "tiny", "--num-rollout", "1", "--run-id", "two", code=2)
     assert f"run two is being trained by process {process.pid} on" in output

@@ -22,11 +22,12 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
 
 
 def servers(place: Place) -> list[psutil.Process]:
-    """The servers of this home's commands that live, by their first process."""
+    """The servers of this home's commands that live, by their first process; not the guards that end them."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if "serve" in words and any(word.startswith(str(place.home)) for word in words):
+        guard = "miles_core.runtime.guard" in words
+        if "serve" in words and not guard and any(word.startswith(str(place.home)) for word in words):
             found.append(process)
     return found
 

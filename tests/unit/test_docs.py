@@ -39,7 +39,10 @@ def test_the_page_and_the_command_list_the_choices(capsys: pytest.CaptureFixture
         at = next(i for i, line in enumerate(listed) if line.split()[:1] == [flag(name)])
         assert words and words in listed[at + 1]
         assert words in next(line for line in page if line.startswith(f"| `{flag(name)}` |"))
-    assert choices("rm_type") == ("ocr", "jpeg_compressibility", "jpeg_incompressibility") and choices("lr") == ()
+    assert (
+        choices("rm_type") == ("pickscore", "ocr", "jpeg_compressibility", "jpeg_incompressibility")
+        and choices("lr") == ()
+    )
 
 
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))])

@@ -32,7 +32,7 @@ class Looks:
 class SglangEngine:
     """Calls from several threads are served one after another, as the server itself does.
 
-    checkpoint: pipeline folder. dtype: fp32, bf16 or fp16, of the forward. The server merges the LoRA into its weights.
+    checkpoint: pipeline folder. dtype: fp32 or bf16, of the forward. The server merges the LoRA into its weights.
     log: what the server prints. options: the server's own, by name. seconds: time limit of a start and of a call. looks:
     how often the server is asked how it is; None: never.
     """

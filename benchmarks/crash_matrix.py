@@ -66,6 +66,8 @@ VICTIMS = {
 OF_THE_HEAD = {"keeper", "raylet", "gcs"}
 FEWER = {"rollout_num_engines": 1, "actor_num_gpus_per_node": 1}
 PATIENCE_SECONDS = 400
+# Logging makes no bits: tests/integration/test_logging.py kills around it.
+MAKING = [point for point in POINTS if not point.startswith("logging:")]
 NEVER = "never reached"
 
 
@@ -282,7 +284,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("mode", choices=("matrix", "random"))
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--points", default=",".join(POINTS))
+    parser.add_argument("--points", default=",".join(MAKING))
     parser.add_argument("--victims", default=",".join(VICTIMS))
     parser.add_argument("--minutes", type=float, default=20, help="start nothing new after so long")
     parser.add_argument("--seed", type=int, default=0)
@@ -383,7 +385,7 @@ def matrix_figures(lanes: list[dict]) -> dict[str, object]:
         table[victim] = dict(sorted(words.items()))
     return {
         "cells": len(cells),
-        "of": len(POINTS) * len(VICTIMS),
+        "of": len(MAKING) * len(VICTIMS),
         "same_bits": sum(same for _, same in cells.values()),
         "table": table,
     }

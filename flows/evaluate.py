@@ -39,4 +39,5 @@ def evaluate(
         number = iteration_of(session.store, str(iteration))
         step = session.step(number, moves_line=False, force=force, flow_run_id=flow_run.id)
         made = commit(evaluate_policy, step, evaluated_policy(step))
+        session.log.evaluation(step, made)
         return session.store.files.url(made.folder)

@@ -12,7 +12,6 @@ from flows.session import run_session
 from miles_core.pipeline.evaluation import BEFORE_TRAINING
 from miles_core.pipeline.feed import RolloutFeed
 from miles_core.pipeline.iteration import finished
-from miles_core.pipeline.log import log_iteration
 from miles_core.pipeline.retention import retain
 from miles_core.pipeline.upstream import policy_in_force
 from tasks.advantages import normalize_advantages
@@ -47,12 +46,11 @@ def iteration(run: str, iteration: int, artifact_root: str | None = None) -> Non
             session.workers.start_all()
         if iteration == 0:
             evaluate_when_due(step.at(BEFORE_TRAINING), commit(initialize_policy, step))
-        prompts = commit(sample_prompts, step)
-        policy = policy_in_force(step)
-        feed = RolloutFeed()
-        rollout = generate_rollout.submit(step, prompts, policy, feed)
-        rewards = score_rewards.submit(step, feed)
+        feed, policy = RolloutFeed(), policy_in_force(step)
         try:
+            prompts = commit(sample_prompts, step)
+            rollout = generate_rollout.submit(step, prompts, policy, feed)
+            rewards = score_rewards.submit(step, feed)
             made, scored = rollout.result(), rewards.result()
         except Exception:
             raise
@@ -65,14 +63,14 @@ def iteration(run: str, iteration: int, artifact_root: str | None = None) -> Non
         commit(sync_weights, step, update)
         evaluate_when_due(step, update)
         progress.finish()
-        log_iteration(step, made, scored, update)
         session.rewards[iteration] = scored.summary["reward_mean"]
         publish_run(session.history)
         retain(step)
+        session.log.iteration(step)
 
 
-def iteration_of(number: int) -> Callable[..., None]:
-    """The flow `iteration`, known to a flow that calls it by the iteration's number.
+def iteration_of(number: int, run: str) -> Callable[..., None]:
+    """The flow `iteration`, known to a flow that calls it by the iteration's number and run.
 
     Prefect matches the calls of a flow that is tried again with those of its first try by function and order alone; a
     function of its own keeps each iteration's calls together, also where finished ones are passed over.
@@ -80,7 +78,7 @@ def iteration_of(number: int) -> Callable[..., None]:
     plain = cast(FunctionType, iteration.fn)
     one = FunctionType(plain.__code__, plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__)
     one.__doc__, one.__annotations__, one.__module__ = plain.__doc__, plain.__annotations__, plain.__module__
-    one.__qualname__ = f"iteration_{number}"
+    one.__qualname__ = f"iteration_{number} of {run}"
     same: Any = {"name": iteration.name, "flow_run_name": iteration.flow_run_name, "task_runner": iteration.task_runner}
     made: Callable[..., None] = flow(**same)(one)
     return made

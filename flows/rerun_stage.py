@@ -130,6 +130,8 @@ def _iteration(step: Step, stages: tuple[StageName, ...], chosen: Chosen) -> tup
         upstream = upstream_of(step, stage, made, chosen)
         before = made_before(step, stage, upstream) if step.force else None
         made[stage], reused = _run(step, stage, upstream)
+        if stage == "rewards" and step.config.in_waves:
+            say("the stored samples are scored, no wave is drawn; which groups are kept is asked again for advantages")
         lines.append(f"{stage} {made[stage].attempt} {'reused' if reused else 'computed'}")
         say(read_line(store, upstream))
         compared = compare(store.files, before, made[stage]) if before else None

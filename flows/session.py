@@ -16,6 +16,7 @@ from miles_core.errors import InputError
 from miles_core.observe.history import History
 from miles_core.observe.terminal import Terminal
 from miles_core.pipeline.inputs import Inputs, resolve_eval_set
+from miles_core.pipeline.log import RunLog, check_logging
 from miles_core.pipeline.rerun import check_overrides
 from miles_core.pipeline.run import Plan, actors_of, begin_run, inputs_of_run, line_lock, open_run, plan_run
 from miles_core.pipeline.stage import Step
@@ -40,6 +41,7 @@ class Session:
         self.terminal = TERMINAL
         self.rewards: dict[int, float] = {}
         self.history = History(store)
+        self.log = RunLog(config, store, self.terminal.say)
 
     def step(
         self, iteration: int, *, moves_line: bool = True, flow_run_id: str | None = None, force: bool = False
@@ -69,12 +71,16 @@ def plan(recipe: str, overrides: dict[str, Any], begun_by: str | None = None) ->
     begun with. Raises InputError."""
     changes = from_mapping(overrides)
     if recipe != SAME:
-        return plan_run(build_recipe(recipe).replace(**changes), recipe, begun_by)
+        config = build_recipe(recipe).replace(**changes)
+        check_logging(config)
+        return plan_run(config, recipe, begun_by)
     if not changes.get("run_id") or changes.get("new") in (True, "true"):
         raise InputError("the recipe `same` carries a run on: give its name by --run-id, and no --new")
     store, config = open_run(str(changes["run_id"]), changes.get("artifact_root"))
     changes["artifact_root"] = store.files.root
-    return plan_run(config.replace(**changes), str((store.record() or {})["recipe"]), begun_by)
+    config = config.replace(**changes)
+    check_logging(config)
+    return plan_run(config, str((store.record() or {})["recipe"]), begun_by)
 
 
 @contextlib.contextmanager
@@ -112,7 +118,9 @@ def _holding(
     with workers:
         lock.keep(on_beat=workers.renew, on_lost=lost)
         try:
-            yield Session(config, inputs, store, workers, lock)
+            session = Session(config, inputs, store, workers, lock)
+            with session.log:
+                yield session
         finally:
             lock.rest()
 
@@ -151,6 +159,7 @@ def evaluation_plan(run: str, root: str | None, overrides: dict[str, Any]) -> tu
     store, config = open_run(run, root)
     inputs = inputs_of_run(store, config, {})
     changed = config.replace(**changes)
+    check_logging(changed)
     evaluated = resolve_eval_set(changed)
     if evaluated is None:
         raise InputError(f"run {run} names no evaluation set: give --eval-prompt-data NAME PATH")
@@ -162,4 +171,6 @@ def evaluation_session(run: str, root: str | None, overrides: dict[str, Any]) ->
     """The session of an evaluation beside the run: processes of its own, no lock, whoever trains the run."""
     store, config, inputs = evaluation_plan(run, root, overrides)
     with Workers(config, inputs, home() / "state", TERMINAL.say, faults=arm()) as workers:
-        yield Session(config, inputs, store, workers, None)
+        session = Session(config, inputs, store, workers, None)
+        with session.log:
+            yield session

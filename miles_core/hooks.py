@@ -11,12 +11,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Hook:
-    """`default` is a dotted path; `parameters` the names the page gives, in order; `asynchronous` where it says so."""
+    """`default` is a dotted path; `parameters` the names the page gives, in order, `keywords` those given by name, and
+    `optional` those given by name to who takes them; `asynchronous` where it says so. `methods`: those of a class that are
+    called, with their parameters."""
 
     flag: str
     default: str
     parameters: tuple[str, ...]
     asynchronous: bool = False
+    keywords: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    methods: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def load(self) -> Any:
         """The default itself."""
@@ -26,17 +31,27 @@ class Hook:
 
 _CORE = "miles_core"
 _ROLLOUT = ("args", "rollout_id", "data_source", "evaluation")
-_LOSS = ("ctx", "batch", "prepared", "new_pred", "ref_pred", "metrics")
 
 HOOKS: tuple[Hook, ...] = (
     Hook("rollout_function_path", f"{_CORE}.rollout.rollout_function.generate_rollout", _ROLLOUT),
     Hook("eval_function_path", f"{_CORE}.rollout.rollout_function.generate_rollout", _ROLLOUT),
-    Hook("data_source_path", f"{_CORE}.data.data_source.RolloutDataSourceWithBuffer", ("args",)),
+    Hook(
+        "data_source_path",
+        f"{_CORE}.data.data_source.RolloutDataSourceWithBuffer",
+        ("args",),
+        methods=(
+            ("get_samples", ("num_samples",)),
+            ("add_samples", ("samples",)),
+            ("save", ("rollout_id",)),
+            ("load", ("rollout_id",)),
+        ),
+    ),
     Hook(
         "custom_generate_function_path",
         f"{_CORE}.rollout.rollout_function.generate_microgroup",
-        ("args", "microgroup", "sampling_params", "evaluation"),
+        ("args", "microgroup", "sampling_params"),
         asynchronous=True,
+        optional=("evaluation",),
     ),
     Hook(
         "diffusion_step_strategy_path",
@@ -61,10 +76,21 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         "custom_prepare_train_batch_path",
         f"{_CORE}.algorithms.flow_grpo.prepare_flow_grpo_batch",
-        ("ctx", "batch", "pad_to_len"),
+        ("ctx", "batch"),
+        keywords=("pad_to_len",),
     ),
-    Hook("custom_loss_function_path", f"{_CORE}.algorithms.flow_grpo.flow_grpo_loss_formula", _LOSS),
-    Hook("sde_step_backend_path", f"{_CORE}.algorithms.sde.SdeStepBackend", ("noise_level", "log_prob_no_const")),
+    Hook(
+        "custom_loss_function_path",
+        f"{_CORE}.algorithms.flow_grpo.flow_grpo_loss_formula",
+        ("ctx", "batch", "prepared"),
+        keywords=("new_pred", "ref_pred", "metrics"),
+    ),
+    Hook(
+        "sde_step_backend_path",
+        f"{_CORE}.algorithms.sde.SdeStepBackend",
+        (),
+        keywords=("noise_level", "log_prob_no_const"),
+    ),
     Hook(
         "custom_rollout_log_function_path",
         f"{_CORE}.observe.metrics.log_rollout_data",

@@ -4,17 +4,20 @@
 """
 
 import ast
+import contextlib
+import functools
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from miles_core.errors import InputError
+from miles_core.config import flag
+from miles_core.errors import InputError, StageError
 from miles_core.hooks import HOOKS, Hook
 
 _BY_FLAG = {hook.flag: hook for hook in HOOKS}
@@ -22,8 +25,32 @@ _IMPORTED: dict[str, str] = {}
 # Names that the reference's page imports, where no real `miles` is installed.
 _NAMES = {
     "miles.utils.types": {"Sample": "miles_core.data.sample.Sample"},
+    "miles.rollout.data_source": {
+        "RolloutDataSourceWithBuffer": "miles_core.data.data_source.RolloutDataSourceWithBuffer",
+        "pop_first": "miles_core.data.data_source.pop_first",
+    },
+    "miles.rollout.filter_hub.dynamic_sampling_filters": {
+        "check_reward_nonzero_std": "miles_core.algorithms.filters.check_reward_nonzero_std",
+    },
     "miles.rollout.filter_hub.base_types": {"DynamicFilterOutput": "miles_core.algorithms.filters.DynamicFilterOutput"},
-    "miles.rollout.rm_hub.pickscore": {"_sample_to_rgb_hwc_uint8_frames": "miles_core.rewards.rm_hub.rgb_frames"},
+    "miles.rollout.sglang_diffusion_rollout": {
+        "generate_microgroup": "miles_core.rollout.rollout_function.generate_microgroup",
+        "generate_rollout": "miles_core.rollout.rollout_function.generate_rollout",
+    },
+    "miles.rollout.step_strategy_hub": {
+        "sde_window": "miles_core.rollout.step_strategies.sde_window",
+        "epoch_global_random_choice": "miles_core.rollout.step_strategies.epoch_global_random_choice",
+    },
+    "miles.ray.data_conversion_hub.flow_grpo": {
+        "expand_samples_to_train_pairs": "miles_core.algorithms.train_pairs.expand_samples_to_train_pairs",
+    },
+    "miles.backends.fsdp_utils.loss_hub.flow_grpo": {
+        "prepare_flow_grpo_batch": "miles_core.algorithms.flow_grpo.prepare_flow_grpo_batch",
+        "flow_grpo_loss_formula": "miles_core.algorithms.flow_grpo.flow_grpo_loss_formula",
+    },
+    "miles.backends.fsdp_utils.loss_hub.types": {"PreparedBatch": "miles_core.algorithms.flow_grpo.PreparedBatch"},
+    "miles.utils.misc": {"load_function": "miles_core.user_code.load_function"},
+    "miles.rollout.rm_hub.pickscore": {"_sample_to_rgb_hwc_uint8_frames": "miles_core.rewards.scores.rgb_frames"},
 }
 
 
@@ -53,6 +80,47 @@ def load_hook(option: str, path: str, code_path: str) -> Callable[..., Any]:
     return found
 
 
+def load_function(path: str) -> Any:
+    """What a dotted path names, as the reference's miles.utils.misc.load_function gives it. Raises ImportError or
+    AttributeError."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def own_function(option: str, args: Any, during: str = "") -> Callable[..., Any] | None:
+    """The user's function in the place of the hook `option`, None where `args` names none there; args.code_path is where it is
+    found. What it raises becomes a StageError that names it."""
+    path = getattr(args, option)
+    if path is None:
+        return None
+    function = load_hook(option, path, args.code_path)
+
+    @functools.wraps(function)
+    def named(*arguments: Any, **options: Any) -> Any:
+        with naming(option, path, during):
+            return function(*arguments, **options)
+
+    @functools.wraps(function)
+    async def awaited(*arguments: Any, **options: Any) -> Any:
+        with naming(option, path, during):
+            return await function(*arguments, **options)
+
+    return awaited if inspect.iscoroutinefunction(function) else named
+
+
+@contextlib.contextmanager
+def naming(option: str, path: str, during: str = "") -> Iterator[None]:
+    """What the user's code raises becomes a StageError that names it."""
+    try:
+        yield
+    except StageError:
+        raise
+    except Exception as fault:
+        raise StageError(
+            f"{flag(option)} {path} failed{during}: {type(fault).__name__}: {fault}; mend it and run the same command again"
+        ) from fault
+
+
 def hook_digest(option: str, path: str, code_path: str) -> str:
     """SHA-256 over the hook's module and all that it imports from the code path, by name and content.
 
@@ -73,11 +141,21 @@ def hook_digest(option: str, path: str, code_path: str) -> str:
 
 
 def _check_signature(function: Callable[..., Any], hook: Hook, where: str) -> None:
-    expected = (
-        f"{'async ' if hook.asynchronous else ''}def {hook.default.rsplit('.', 1)[1]}({', '.join(hook.parameters)})"
-    )
+    is_class = bool(hook.methods) or (bool(hook.keywords) and not hook.parameters)
+    kind = "class" if is_class else f"{'async ' if hook.asynchronous else ''}def"
+    named = (*hook.keywords, *(f"{name}=False" for name in hook.optional))
+    words = [*hook.parameters, *(["*", *named] if named else [])]
+    expected = f"{kind} {hook.default.rsplit('.', 1)[1]}({', '.join(words)})"
+    if hook.methods:
+        expected += " with " + ", ".join(f"{name}({', '.join(['self', *taken])})" for name, taken in hook.methods)
+    if hook.methods and not inspect.isclass(function):
+        raise InputError(f"{where} is no class: write it as {expected}")
     try:
-        inspect.signature(function).bind(*hook.parameters)
+        inspect.signature(function).bind(*hook.parameters, **dict.fromkeys(hook.keywords))
+        for name, taken in hook.methods:
+            inspect.signature(getattr(function, name)).bind(None, *taken)
+    except AttributeError as fault:
+        raise InputError(f"{where} lacks {fault.name}: write it as {expected}") from None
     except (TypeError, ValueError):
         raise InputError(f"{where} does not take what it is given: write it as {expected}") from None
     if hook.asynchronous and not inspect.iscoroutinefunction(function):

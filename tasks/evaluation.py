@@ -6,7 +6,6 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from miles_core.pipeline import evaluation
-from miles_core.pipeline.log import log_evaluation
 from miles_core.pipeline.stage import Step
 from miles_core.store.manifest import Manifest
 from tasks.publish import TOLD, publish, publish_failure
@@ -20,10 +19,7 @@ def evaluate_policy(step: Step, policy: Manifest) -> Manifest:
     except Exception as fault:
         sentence = evaluation.told(step, fault)
         return cast(Manifest, publish_failure(step.store.run, "evaluation", sentence))
-    made = publish(outcome, step)
-    if not outcome.reused:
-        log_evaluation(step, outcome.manifest)
-    return made
+    return publish(outcome, step)
 
 
 def evaluate_when_due(step: Step, policy: Manifest) -> None:

@@ -9,10 +9,12 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.context import FlowRunContext
 
 from miles_core.errors import InputError
+from miles_core.pipeline import log
 from miles_core.store.stages import STAGES
 from tasks.publish import key_of
 
 _TASKS = Path(__file__).parent
+_LOG = Path(log.__file__)
 
 
 @contextlib.contextmanager
@@ -29,8 +31,7 @@ def told(what: str, run: str, command: str, key: str = "failure") -> Iterator[No
 
 
 def _publish(what: str, run: str, command: str, fault: Exception, key: str) -> None:
-    stage = _stage_of(fault)
-    where = f"in {stage}" if stage else "before a stage began"
+    where = _where(fault)
     sentence = " ".join(str(fault).split()) or type(fault).__name__
     if isinstance(fault, InputError):
         way = f"Start it again with other parameters. The same on a command line: `{command}`."
@@ -38,6 +39,13 @@ def _publish(what: str, run: str, command: str, fault: Exception, key: str) -> N
         way = f"Press **Retry**, or give the same again: `{command}`. What was committed is reused."
     text = f"## {what} failed {where}\n\n> {sentence}\n\n{way}\n\nAll stages: `miles show {run}`\n"
     create_markdown_artifact(text, key=key_of(run, key), description=f"{what} failed {where}: {sentence}"[:500])
+
+
+def _where(fault: BaseException) -> str:
+    if stage := _stage_of(fault):
+        return f"in {stage}"
+    modules = {Path(frame.filename) for frame in traceback.extract_tb(fault.__traceback__)}
+    return "in logging, after its stages" if _LOG in modules else "before a stage began"
 
 
 def _stage_of(fault: BaseException) -> str | None:

@@ -22,6 +22,7 @@ from miles_core.observe.history import History
 from miles_core.observe.plots import reward_svg, svg_url
 from miles_core.observe.query_output import cell
 from miles_core.observe.samples import sample_sheet
+from miles_core.pipeline.guard import guard_column
 from miles_core.store.files import DamagedError, Files
 from miles_core.store.manifest import Manifest
 from miles_core.store.questions import QUESTIONS, question
@@ -64,7 +65,7 @@ def publish_run(history: History) -> None:
             description=f"reward of {run} up to iteration {last.iteration}: mean {last.mean:.4g}",
         )
     create_table_artifact(
-        table=history.table(_NEWEST),
+        table=history.table(_NEWEST, guard_column(history, _NEWEST)),
         key=key_of(run, "iterations"),
         description=f"the newest {_NEWEST} iterations of {run}",
     )
@@ -86,10 +87,10 @@ def answer_of(store: RunStore, name: str, sql: str | None = None) -> Answer:
 
     Raises InputError for SQL that is wrong or would write, DamagedError or PrunedError for a part that cannot be read.
     """
-    from miles_core.store.sql import Database
+    from miles_core.observe.database import database as open_database
 
     text = sql or question(name).sql
-    database = Database(store.files, [store.run], text)
+    database = open_database(store.files, [store.run], text)
     rows = database.run()
     shown: list[dict[str, Any]] = []
     for batch in database.read(rows):

@@ -45,14 +45,17 @@ def artifacts() -> str:
     tables = {
         "policy": schemas.POLICY,
         "prompts": schemas.PROMPTS,
+        "groups (beside prompts that were drawn in waves)": schemas.GROUPS,
         "rollout": schemas.rollout_schema(sde_steps=2, steps=10),
         "latents (of rollout, apart)": latents,
         "conditioning (beside rollout)": schemas.CONDITIONING,
         "rewards": schemas.rewards_schema(["ocr"]),
         "advantages": schemas.ADVANTAGES,
+        "train data (beside advantages, of an own conversion)": schemas.train_data_schema(["weight"]),
         "update": schemas.UPDATE,
         "sync": schemas.SYNC,
         "evaluation": schemas.evaluation_schema(["ocr"]),
+        "metrics.parquet (of a run)": schemas.METRICS,
     }
     out = [(HERE / "artifacts_head.md").read_text().rstrip()]
     for name, schema in tables.items():

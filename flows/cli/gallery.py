@@ -24,7 +24,7 @@ def gallery(
     if not 0 < max_mb <= 2000:
         raise InputError(f"--max-mb {max_mb:g}: give a number above 0, and not above 2000")
     store, _ = open_run(run, artifact_root)
-    target = _target(output or f"{run}-gallery.html")
+    target = target_of(output or f"{run}-gallery.html", "gallery.html")
     chosen = select_iterations(iterations, store.iterations())
     suffix = f" --artifact-root {shlex.quote(artifact_root)}" if artifact_root else ""
     made = make_gallery(store, chosen, int(max_mb * 1e6), (f"miles lineage {run}", suffix))
@@ -32,10 +32,11 @@ def gallery(
     print("\n".join(told(made, str(target))))
 
 
-def _target(given: str) -> Path:
+def target_of(given: str, example: str) -> Path:
+    """The file that --output names. Raises InputError where it cannot be one."""
     target = local_path(given, "--output")
     if target.is_dir():
-        raise InputError(f"--output {given} is a folder: name a file in it, e.g. {target / 'gallery.html'}")
+        raise InputError(f"--output {given} is a folder: name a file in it, e.g. {target / example}")
     if not target.parent.is_dir():
         raise InputError(f"--output {given}: there is no folder {target.parent}, make it or give another")
     return target

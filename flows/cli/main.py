@@ -19,7 +19,9 @@ from flows.cli import (
     lineage,
     make_tiny,
     query,
+    remove,
     rerun,
+    rescore,
     runs,
     show,
     stop,
@@ -44,6 +46,7 @@ ANY_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.command("train", context_settings=ANY_FLAGS)(train.train)
 app.command("doctor", context_settings=ANY_FLAGS)(doctor.doctor)
 app.command("rerun", context_settings=ANY_FLAGS)(rerun.rerun)
+app.command("rescore", context_settings=ANY_FLAGS)(rescore.rescore)
 app.command("fork", context_settings=ANY_FLAGS)(fork.fork)
 app.command("evaluate", context_settings=ANY_FLAGS)(evaluate.evaluate)
 app.command("show")(show.show)
@@ -54,6 +57,7 @@ app.command("lineage")(lineage.lineage)
 app.command("config", context_settings=ANY_FLAGS)(config.config)
 app.command("make-tiny")(make_tiny.make_tiny)
 app.command("stop")(stop.stop)
+app.command("remove")(remove.remove)
 app.command("up")(up.up)
 app.command("down")(down.down)
 

@@ -27,7 +27,7 @@ def query(
     file: str | None = typer.Option(None, help="A new file for the rows; parquet needs one."),
     artifact_root: str | None = typer.Option(None, help="Folder of all runs."),
 ) -> None:
-    """Query runs by SQL: a view a stage, `<stage>_all` with the attempts beside the line, samples, manifests."""
+    """Query runs by SQL: a view a stage, `<stage>_all` with the attempts beside the line, samples, manifests, metrics."""
     if questions:
         for key, asked in QUESTIONS.items():
             print(f"{key:<20} {asked.asks}")
@@ -43,15 +43,15 @@ def query(
     files = Files(root_of(given=artifact_root))
     reach(files)
     # Takes a second to import, which no other command needs.
+    from miles_core.observe.database import database as open_database
     from miles_core.store.catalog import chosen_runs
-    from miles_core.store.sql import Database
 
     runs = chosen_runs(files, run or [])
     if text is None:
-        for view, columns in Database(files, runs, "rewards").views().items():
+        for view, columns in open_database(files, runs, "rewards").views().items():
             print(f"{view}: {', '.join(columns)}")
         return
-    database = Database(files, runs, text, attempts=attempts)
+    database = open_database(files, runs, text, attempts=attempts)
     rows = database.run()
     batches = database.read(rows)
     if target is None:

@@ -11,6 +11,7 @@ from filelock import FileLock
 
 from flows.cli.background import Background
 from miles_core.errors import InputError, StageError
+from miles_core.runtime.ports import free_ports
 from miles_core.store.digest import sha256_hex
 
 SERVER = Background("server")
@@ -144,12 +145,12 @@ def answers(url: str) -> bool:
 
 def free_port(wanted: tuple[int, ...], host: str) -> int:
     """The first of the wanted ports that is free; 0 is any. Raises InputError."""
-    for port in wanted:
+    for given in wanted:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((host, port))
-            except (OSError, OverflowError) as fault:
+                probe.bind((host, given or free_ports(host=host)[0]))
+            except (OSError, OverflowError, StageError) as fault:
                 failure = fault
                 continue
             return int(probe.getsockname()[1])

@@ -4,10 +4,13 @@ import datetime
 
 import typer
 
-from miles_core.config import flag
+from miles_core.config import RunConfig, flag
 from miles_core.errors import InputError
+from miles_core.observe.guard import Finding
+from miles_core.observe.history import History
 from miles_core.observe.terminal import figures_of, fork_text, several
 from miles_core.pipeline.evaluation import BEFORE_TRAINING
+from miles_core.pipeline.guard import findings_of
 from miles_core.pipeline.run import existing_iteration, open_run
 from miles_core.store.manifest import Manifest
 from miles_core.store.run_store import RunStore
@@ -21,15 +24,16 @@ def show(
     artifact_root: str | None = typer.Option(None, help="Folder of all runs."),
 ) -> None:
     """Show a run's iterations, an iteration's stages with all attempts, or a stage's files; init: what it starts from."""
-    store, _ = open_run(run, artifact_root)
+    store, options = open_run(run, artifact_root)
     if iteration is None:
-        _run(store)
+        _run(store, options)
         return
     number = BEFORE_TRAINING if iteration == "init" else existing_iteration(store, iteration)
     shown = (*(("policy",) if number < 0 else ITERATION_STAGES), "evaluation")
     if stage is None:
         for name in shown:
             _attempts(store, name, number)
+        _guard(store, options, number)
         return
     if stage not in shown:
         raise InputError(f"there is no stage {stage!r}: choose one of {', '.join(shown)}")
@@ -64,8 +68,23 @@ def _made(manifest: Manifest) -> str:
     return "\n".join(f"  {name:<9} {text}" for name, text in lines.items() if text)
 
 
-def _run(store: RunStore) -> None:
+def _guard(store: RunStore, options: RunConfig, iteration: int) -> None:
+    found = _findings(store, options, [iteration])
+    for finding in found.get(iteration, []):
+        print(f"{'guard':<11}{finding.check:<16} {finding.told}")
+    if iteration in found and not found[iteration]:
+        print(f"{'guard':<11}finds nothing")
+
+
+def _findings(store: RunStore, options: RunConfig, iterations: list[int]) -> dict[int, list[Finding]]:
+    history = History(store)
+    history.refresh()
+    return findings_of(history, options, iterations, (store.record() or {}).get("guard_from", 0))
+
+
+def _run(store: RunStore, options: RunConfig) -> None:
     record = store.record() or {}
+    found = _findings(store, options, store.line_iterations("update"))
     print(f"run {store.run} · recipe {record['recipe']} · {store.files.url(store.run)}")
     if fork := fork_text(record):
         print(fork)
@@ -86,7 +105,9 @@ def _run(store: RunStore) -> None:
         stones = (store.pruned(manifest) for manifest in (line["rollout"], update) if manifest)
         gone = ", ".join(name for stone in stones if stone for name in stone.what)
         pruned = f"  pruned: {gone}" if gone else ""
-        shown = f"{reward}  {loss}{_evaluated(store, iteration)}{of}{beside}{pruned}"
+        checks = ", ".join(finding.check for finding in found.get(iteration, []))
+        guard = f"  guard: {checks}" if checks else ""
+        shown = f"{reward}  {loss}{_evaluated(store, iteration)}{guard}{of}{beside}{pruned}"
         print(f"iteration {iteration}: {len(done)} of {len(ITERATION_STAGES)} stages  {shown}")
 
 

@@ -52,10 +52,9 @@ def ensure_automations() -> list[str]:
 
 
 def _meaning(automation: Any) -> dict[str, Any]:
-    """What an automation does, without what the server adds."""
-    told: dict[str, Any] = automation.model_dump(
-        mode="json", include={"description": True, "trigger": True, "actions": True}
-    )
+    """What an automation does, without what the server adds. Not as JSON: the events of a trigger are a set, which has no
+    order there; an update that changes nothing makes the server forget whom it was waiting for."""
+    told: dict[str, Any] = automation.model_dump(include={"description": True, "trigger": True, "actions": True})
     told["trigger"].pop("id", None)
     return told
 

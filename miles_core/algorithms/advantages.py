@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +95,32 @@ def post_process_rewards(args: Any, samples: list[Sample]) -> tuple[list[float],
         global_std=args.globalize_reward_std,
     )
     return raw, result.advantage.tolist()
+
+
+def several_rewards(
+    args: Any, rewards: Mapping[str, Sequence[float]], group_indices: Sequence[int], weights: Mapping[str, float]
+) -> AdvantageResult:
+    """Each reward normalized by itself as the options say, and the weighted sum of that: no reward's scale outweighs
+    another's (--rm-normalize). group_mean and group_std are of the weighted sum of the rewards; zero_std: no reward
+    differs within the group."""
+    made = {
+        name: normalize(
+            rewards[name],
+            group_indices,
+            use_std=not args.disable_grpo_std_normalization and args.n_samples_per_prompt > 1,
+            global_mean=args.globalize_reward_mean,
+            global_std=args.globalize_reward_std,
+        )
+        for name in weights
+    }
+    plain = sum(weights[name] * np.asarray(rewards[name], dtype=np.float64) for name in weights)
+    own = normalize(list(np.asarray(plain)), group_indices, use_std=False, global_mean=False, global_std=False)
+    return AdvantageResult(
+        advantage=np.sum([weights[name] * result.advantage for name, result in made.items()], axis=0),
+        group_mean=own.group_mean,
+        group_std=own.group_std,
+        zero_std=np.all([result.zero_std for result in made.values()], axis=0),
+    )
 
 
 def _mean_std(values: Floats) -> tuple[float, float]:

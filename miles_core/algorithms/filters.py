@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from miles_core.data.sample import Sample
 
 
@@ -15,6 +17,29 @@ class DynamicFilterOutput:
 
     keep: bool
     reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a group filter said of a group."""
+
+    group_index: int
+    keep: bool
+    reason: str | None = None
+
+
+def first_kept(verdicts: Iterable[Verdict], wanted: int) -> tuple[list[int], list[int]]:
+    """(used, surplus): the first `wanted` kept groups by group index, whenever they came, and the other kept ones."""
+    kept = sorted(verdict.group_index for verdict in verdicts if verdict.keep)
+    return kept[:wanted], kept[wanted:]
+
+
+def check_reward_nonzero_std(args: Any, samples: Sequence[Sample], **kwargs: Any) -> DynamicFilterOutput:
+    """Drop a group whose samples all have the same reward: it teaches nothing. The reason names that reward."""
+    rewards = [float(sample.reward) for sample in samples]  # type: ignore[arg-type]
+    if min(rewards) < max(rewards):
+        return DynamicFilterOutput(keep=True)
+    return DynamicFilterOutput(keep=False, reason=f"zero_std_{round(rewards[0], 1)}")
 
 
 def keep_all_groups(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:

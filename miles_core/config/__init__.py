@@ -6,9 +6,22 @@ from miles_core.config.run_config import (
     build,
     by_content,
     choices,
+    depending,
     flag,
     is_code,
     meaning,
 )
 
-__all__ = ["FIELDS", "GROUPS", "RunConfig", "affects", "build", "by_content", "choices", "flag", "is_code", "meaning"]
+__all__ = [
+    "FIELDS",
+    "GROUPS",
+    "RunConfig",
+    "affects",
+    "build",
+    "by_content",
+    "choices",
+    "depending",
+    "flag",
+    "is_code",
+    "meaning",
+]

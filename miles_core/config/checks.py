@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
+
+from miles_core.config.guard import guard
+from miles_core.config.sampling import NONZERO_STD
 
 if TYPE_CHECKING:
     from miles_core.config.run_config import RunConfig
 
 STRATEGIES = ("sde_window", "epoch_global_random_choice")
+OWN = "own"
+_HUBS = (
+    "",
+    "miles.rollout.step_strategy_hub",
+    "miles.rollout.step_strategy_hub.py",
+    "miles_core.rollout.step_strategies",
+)
 
 
 def strategy_name(path: str | None) -> str:
-    """Short name of a stock step strategy; dotted and file paths of the reference name the same ones."""
-    return (path or STRATEGIES[0]).replace("/", ".").rsplit(".", 1)[-1]
+    """Short name of a stock step strategy, which the reference's dotted and file paths name too; OWN for another dotted path."""
+    hub, _, name = (path or STRATEGIES[0]).replace("/", ".").rpartition(".")
+    return name if not hub or (hub in _HUBS and name in STRATEGIES) else OWN
 
 
 def batches(c: RunConfig) -> None:
@@ -46,12 +57,12 @@ def batches(c: RunConfig) -> None:
 def steps(c: RunConfig) -> None:
     r = c.rollout
     name, count = strategy_name(r.diffusion_step_strategy_path), r.diffusion_num_sde_steps
-    if name not in STRATEGIES:
+    if name not in (*STRATEGIES, OWN):
         raise ValueError(
-            f"--diffusion-step-strategy-path {r.diffusion_step_strategy_path}: a strategy of one's own is not there yet, "
-            f"choose {' or '.join(STRATEGIES)}"
+            f"--diffusion-step-strategy-path {r.diffusion_step_strategy_path}: choose {' or '.join(STRATEGIES)}, or give the "
+            "dotted path of your own"
         )
-    if r.diffusion_step_strategy_path and count == 0:
+    if r.diffusion_step_strategy_path and count == 0 and name != OWN:
         raise ValueError(
             f"the step strategy {name} picks --diffusion-num-sde-steps steps and that is 0: give at least 1"
         )
@@ -68,9 +79,9 @@ def steps(c: RunConfig) -> None:
             )
         if count > end - first:
             raise ValueError(f"--diffusion-num-sde-steps {count} does not fit the window range {first},{end}: widen it")
-        if name != "sde_window":
+        if name not in ("sde_window", OWN):
             raise ValueError(f"--diffusion-sde-window-range belongs to sde_window, not {name}: leave it out")
-        if count == 0:
+        if count == 0 and name != OWN:
             raise ValueError("--diffusion-sde-window-range needs --diffusion-num-sde-steps: give at least 1")
     if r.diffusion_sde_candidate_steps is not None:
         wrong = [s for s in r.diffusion_sde_candidate_steps if not 0 <= s < r.diffusion_num_steps]
@@ -80,7 +91,7 @@ def steps(c: RunConfig) -> None:
             )
         if len(set(r.diffusion_sde_candidate_steps)) != len(r.diffusion_sde_candidate_steps):
             raise ValueError("--diffusion-sde-candidate-steps names a step twice: name each once")
-        if name != "epoch_global_random_choice":
+        if name not in ("epoch_global_random_choice", OWN):
             raise ValueError(
                 f"--diffusion-sde-candidate-steps belongs to epoch_global_random_choice, not {name}: leave it out"
             )
@@ -122,6 +133,8 @@ def dynamics(c: RunConfig) -> None:
 def _may_train_last_step(c: RunConfig) -> bool:
     r = c.rollout
     last = r.diffusion_num_steps - 1
+    if strategy_name(r.diffusion_step_strategy_path) == OWN:
+        return False
     if r.diffusion_num_sde_steps == 0:
         return True
     if strategy_name(r.diffusion_step_strategy_path) == "sde_window":
@@ -212,6 +225,71 @@ def engine(c: RunConfig) -> None:
         raise ValueError("--sglang-batching-max-size above 1 makes requests with several outputs fail: leave it out")
 
 
+def rewards(c: RunConfig) -> None:
+    r, known = c.reward, get_args(get_args(type(c.reward).model_fields["rm_type"].annotation)[0])
+    if r.rm_types is None:
+        for name in ("rm_weights", "rm_normalize"):
+            if getattr(r, name):
+                raise ValueError(f"--{name.replace('_', '-')} belongs to --rm-types: give that too, or leave it out")
+        return
+    for wrong in (name for name in r.rm_types if name not in known):
+        raise ValueError(f"--rm-types names {wrong!r}, which is no scorer: choose from {', '.join(known)}")
+    if len(set(r.rm_types)) != len(r.rm_types) or not r.rm_types:
+        raise ValueError("--rm-types names no scorer, or one twice: name each once")
+    if r.rm_weights is not None and len(r.rm_weights) != len(r.rm_types):
+        raise ValueError(
+            f"--rm-weights has {len(r.rm_weights)} weights for the {len(r.rm_types)} scorers of --rm-types: give one each"
+        )
+    for path in ("custom_rm_path", "custom_reward_post_process_path"):
+        own = c.flat()[path]
+        if own and (path == "custom_rm_path" or r.rm_normalize):
+            raise ValueError(
+                f"--{path.replace('_', '-')} and {'--rm-types' if path == 'custom_rm_path' else '--rm-normalize'} both say what "
+                "the reward is: leave one out"
+            )
+
+
+def own_objective(c: RunConfig) -> None:
+    a, needed = c.algorithm, []
+    if a.loss_type == "custom_loss":
+        pairs = a.custom_expand_samples_to_train_pairs_path or a.custom_convert_samples_to_train_data_path
+        needed = [
+            *([] if a.custom_loss_function_path else ["--custom-loss-function-path"]),
+            *([] if a.custom_prepare_train_batch_path else ["--custom-prepare-train-batch-path"]),
+            *(
+                []
+                if pairs
+                else ["--custom-expand-samples-to-train-pairs-path (or --custom-convert-samples-to-train-data-path)"]
+            ),
+        ]
+    if needed:
+        raise ValueError(
+            f"--loss-type custom_loss needs {', '.join(needed)}: give them (Flow-GRPO's are in "
+            "miles_core.algorithms.flow_grpo and .train_pairs), or replace single ones under --loss-type policy_loss"
+        )
+    if a.custom_convert_samples_to_train_data_path:
+        for name in ("custom_expand_samples_to_train_pairs_path", "custom_reward_post_process_path", "rm_normalize"):
+            if c.flat()[name]:
+                raise ValueError(
+                    f"--custom-convert-samples-to-train-data-path stands in the place of --{name.replace('_', '-')}: leave one "
+                    "out"
+                )
+
+
+def waves(c: RunConfig) -> None:
+    size, least = c.over_sampling_batch_size, c.data.rollout_batch_size
+    if size < least:
+        raise ValueError(
+            f"--over-sampling-batch-size {size} is less than --rollout-batch-size {least}: a wave draws at least the prompts "
+            "that are trained on, raise it"
+        )
+    if c.sampling.dynamic_sampling_filter_path == NONZERO_STD and c.data.n_samples_per_prompt == 1:
+        raise ValueError(
+            f"--dynamic-sampling-filter-path {NONZERO_STD} drops every group of one sample: give --n-samples-per-prompt 2 or "
+            "more"
+        )
+
+
 CHECKS: tuple[Callable[[RunConfig], None], ...] = (
     batches,
     steps,
@@ -221,5 +299,9 @@ CHECKS: tuple[Callable[[RunConfig], None], ...] = (
     ranks,
     evaluation,
     engine,
+    rewards,
+    own_objective,
+    waves,
+    guard,
     needs,
 )

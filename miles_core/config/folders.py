@@ -3,6 +3,7 @@
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 from platformdirs import user_data_path
 
@@ -33,6 +34,11 @@ def code_path(config: RunConfig) -> str:
     """The folder a user's own modules are found in: the configuration's, MILES_CODE_PATH (a worker has it: where `miles up`
     was given), else where the command was given."""
     return config.run.code_path or os.environ.get("MILES_CODE_PATH") or os.getcwd()
+
+
+def own_args(config: RunConfig) -> SimpleNamespace:
+    """The flat view that a user's functions receive, with the code path in force."""
+    return SimpleNamespace(**config.flat() | {"code_path": code_path(config)})
 
 
 def artifact_root(config: RunConfig | None = None, given: str | None = None) -> str:

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from miles_core.config.base import Group, IntPair, Ints, Named, Names, Text, Words, option
+from miles_core.config.base import Floats, Group, IntPair, Ints, Named, Names, Text, Words, option
 
 Dtype = Literal["fp32", "bf16"]
 
@@ -117,7 +117,8 @@ class RolloutGroup(Group):
 
     hf_checkpoint: str = option(
         "",
-        "diffusers pipeline: a folder, or tiny:sd3 for a random tiny SD3 made by code. Enters by what it holds, "
+        "diffusers pipeline: a folder; tiny:words, a packaged small SD3 that draws words; or tiny:sd3, a random one made by "
+        "code. Enters by what it holds, "
         "never by its name",
         affects=("policy", "rollout", "update", "evaluation"),
         by_content=True,
@@ -127,8 +128,16 @@ class RolloutGroup(Group):
     )
     diffusion_step_strategy_path: str | None = option(
         None,
-        "which steps are SDE steps: sde_window or epoch_global_random_choice; unset: sde_window",
+        "which steps are SDE steps: sde_window, epoch_global_random_choice, or the dotted path of your own, (args, sample, "
+        "num_steps, seed) -> (sde_step_indices, None); unset: sde_window",
         affects=("rollout",),
+    )
+    custom_generate_function_path: Text | None = option(
+        None,
+        "dotted path of an own generation of a microgroup, async (args, microgroup, sampling_params, *, evaluation) -> samples, "
+        "around generate_microgroup. Enters by its source",
+        affects=("rollout", "evaluation"),
+        code=True,
     )
     diffusion_num_steps: int = option(10, "denoising steps", affects=("rollout",), ge=1, le=1000)
     diffusion_num_sde_steps: int = option(
@@ -216,8 +225,42 @@ class DataGroup(Group):
 class AlgorithmGroup(Group):
     """Flow-GRPO: advantages and loss."""
 
-    loss_type: Literal["policy_loss"] = option(
-        "policy_loss", "objective: Flow-GRPO's clipped surrogate", affects=("update",)
+    loss_type: Literal["policy_loss", "custom_loss"] = option(
+        "policy_loss", "objective: Flow-GRPO's clipped surrogate, or one of your own", affects=("update",)
+    )
+    custom_loss_function_path: Text | None = option(
+        None,
+        "dotted path of an own loss formula, (ctx, batch, prepared, *, new_pred, ref_pred, metrics) -> the sum over the batch's "
+        "pairs. Enters by its source",
+        affects=("update",),
+        code=True,
+    )
+    custom_prepare_train_batch_path: Text | None = option(
+        None,
+        "dotted path of an own preparation, (ctx, batch, *, pad_to_len) -> PreparedBatch, the model's inputs. Enters by its "
+        "source",
+        affects=("update",),
+        code=True,
+    )
+    custom_expand_samples_to_train_pairs_path: Text | None = option(
+        None,
+        "dotted path of an own expansion, (args, samples, rewards, raw_rewards) -> train pairs as columns. Enters by its source",
+        affects=("update",),
+        code=True,
+    )
+    custom_convert_samples_to_train_data_path: Text | None = option(
+        None,
+        "dotted path of an own conversion, (args, samples) -> train pairs as columns, in the place of normalization and "
+        "expansion. Enters by its source",
+        affects=("advantages",),
+        code=True,
+    )
+    sde_step_backend_path: Text | None = option(
+        None,
+        "dotted path of an own SdeStepBackend, a class made with noise_level and log_prob_no_const, for the trainer's "
+        "log-probs. Enters by its source",
+        affects=("update",),
+        code=True,
     )
     advantage_estimator: Literal["grpo"] = option("grpo", "advantage estimator", affects=("advantages",))
     disable_grpo_std_normalization: bool = option(
@@ -263,11 +306,26 @@ class AlgorithmGroup(Group):
 class RewardGroup(Group):
     """How samples are scored."""
 
-    rm_type: Literal["pickscore", "ocr", "jpeg_compressibility", "jpeg_incompressibility"] | None = option(
+    rm_type: Literal["pickscore", "ocr", "remote_rm", "jpeg_compressibility", "jpeg_incompressibility"] | None = option(
         None,
-        "scorer; a prompt's metadata.rm_type overrides it. pickscore: about 0 to 1; ocr: 0 to 1; jpeg_incompressibility: size in "
-        "kB of the image as JPEG at quality 95; jpeg_compressibility: -kB/500",
+        "scorer; a prompt's metadata.rm_type overrides it. pickscore: about 0 to 1; ocr: 0 to 1; remote_rm: what the service at "
+        "rm_url says; jpeg_incompressibility: size in kB of the image as JPEG at quality 95; jpeg_compressibility: -kB/500",
         affects=("rewards", "evaluation"),
+    )
+    rm_types: Names | None = option(
+        None,
+        "several scorers for every sample, in the place of rm_type and of what a prompt's metadata names: their weighted sum "
+        "is the reward, each has a column of its own",
+        affects=("rewards", "advantages", "evaluation"),
+    )
+    rm_weights: Floats | None = option(
+        None, "weight of each of rm_types; unset: 1 each", affects=("rewards", "advantages", "evaluation")
+    )
+    rm_normalize: bool = option(
+        False,
+        "normalize each of rm_types by itself, as a reward alone would be, and take the weighted sum of that for the advantage: "
+        "no reward's scale outweighs another's",
+        affects=("advantages",),
     )
     custom_rm_path: Text | None = option(
         None,
@@ -277,7 +335,14 @@ class RewardGroup(Group):
         code=True,
     )
     rm_url: Text | None = option(
-        None, "address of a reward service, for an own reward to read", affects=("rewards", "evaluation")
+        None, "address of the reward service of remote_rm, or one for an own reward", affects=("rewards", "evaluation")
+    )
+    remote_rm_batch_size: int = option(8, "images a request to the reward service", ge=1, le=65_536)
+    remote_rm_concurrency: int = option(
+        4, "requests that a scorer's process has at the reward service at once", ge=1, le=1024
+    )
+    remote_rm_timeout: float = option(
+        60.0, "seconds until a request to the reward service counts as failed", gt=0, le=86_400
     )
     reward_max_retries: int = option(2, "times a failed score is tried again", ge=0, le=100)
     pickscore_model_path: Text | None = option(

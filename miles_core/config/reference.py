@@ -6,23 +6,20 @@ NOT_YET = frozenset(
     distributed_backend cuda_visible_devices fsdp_cpu_offload fsdp_cpu_backend sequence_parallel_size
     ulysses_degree fsdp_attention_backend fsdp_flow_shift train_env_vars model_backend_path
     train_pipeline_config_path use_checkpoint_lr_scheduler override_lr_scheduler rollout_function_path
-    eval_function_path data_source_path custom_generate_function_path sde_step_backend_path diffusion_guidance_scale_2
-    diffusion_true_cfg_scale diffusion_output_num_frames diffusion_fps diffusion_flow_shift over_sampling_batch_size
+    eval_function_path diffusion_guidance_scale_2
+    diffusion_true_cfg_scale diffusion_output_num_frames diffusion_fps diffusion_flow_shift
     rollout_patch_group update_weight_target_module update_weight_buffer_size sglang_server_concurrency
-    num_epoch start_rollout_id sft_encoder_checkpoint sft_frame_stride buffer_filter_path
+    num_epoch start_rollout_id sft_encoder_checkpoint sft_frame_stride
     eval_config eval_reward_key diffusion_nft_beta
     diffusion_nft_timestep_fraction no_diffusion_nft_adaptive_weight no_diffusion_nft_shuffle_timesteps
-    custom_loss_function_path custom_prepare_train_batch_path custom_expand_samples_to_train_pairs_path
-    custom_convert_samples_to_train_data_path reward_key group_rm
+    reward_key group_rm
     colocate_reward
     pickscore_num_frames
-    dynamic_sampling_filter_path lora_ipc_weight_sync use_ema ema_rollout_policy
+    lora_ipc_weight_sync use_ema ema_rollout_policy
     ema_decay_init ema_decay_ramp ema_decay_max ema_decay_flat_steps save save_interval no_save_optim load ckpt_step
-    no_load_optim no_load_rng use_wandb wandb_project wandb_group wandb_run_id wandb_team wandb_host wandb_dir
-    wandb_mode wandb_log_num_images wandb_log_image_interval custom_rollout_log_function_path
-    custom_eval_rollout_log_function_path
+    no_load_optim no_load_rng
     debug_rollout_only train_only
-    rm_types rm_weights ocr_recognition_only
+    ocr_recognition_only
     diffusion_sde_window_scope
     """.split()
 )

@@ -20,6 +20,9 @@ from miles_core.config.groups import (
     RunGroup,
     TrainingGroup,
 )
+from miles_core.config.guard import GuardGroup
+from miles_core.config.logging_groups import LoggingGroup
+from miles_core.config.sampling import NONZERO_STD, SamplingGroup
 from miles_core.errors import InputError
 from miles_core.store.stages import StageName
 
@@ -33,11 +36,14 @@ class RunConfig(Group):
     optimizer: OptimizerGroup = Field(default_factory=OptimizerGroup)
     rollout: RolloutGroup = Field(default_factory=RolloutGroup)
     data: DataGroup = Field(default_factory=DataGroup)
+    sampling: SamplingGroup = Field(default_factory=SamplingGroup)
     algorithm: AlgorithmGroup = Field(default_factory=AlgorithmGroup)
     reward: RewardGroup = Field(default_factory=RewardGroup)
     lora: LoraGroup = Field(default_factory=LoraGroup)
     evaluation: EvaluationGroup = Field(default_factory=EvaluationGroup)
     debug: DebugGroup = Field(default_factory=DebugGroup)
+    guard: GuardGroup = Field(default_factory=GuardGroup)
+    logging: LoggingGroup = Field(default_factory=LoggingGroup)
 
     @property
     def samples_per_rollout(self) -> int:
@@ -55,9 +61,32 @@ class RunConfig(Group):
         return self.samples_per_rollout // self.global_batch_size
 
     @property
+    def over_sampling_batch_size(self) -> int:
+        """Prompts a wave."""
+        return self.sampling.over_sampling_batch_size or self.data.rollout_batch_size
+
+    @property
+    def in_waves(self) -> bool:
+        """Whether prompts are drawn in waves, each generated and scored before it is known whether another is needed."""
+        filtered = self.sampling.dynamic_sampling_filter_path is not None
+        return filtered or self.over_sampling_batch_size > self.data.rollout_batch_size
+
+    @property
+    def idle(self) -> frozenset[str]:
+        """Fields that no result depends on as the others are: a wave's size where there are none, a filter that is unset."""
+        sizes = () if self.in_waves else ("over_sampling_batch_size",)
+        filters = () if self.sampling.dynamic_sampling_filter_path else ("dynamic_sampling_filter_path",)
+        return frozenset((*sizes, *filters))
+
+    @property
     def eval_num_steps(self) -> int:
         """Denoising steps of evaluation."""
         return self.evaluation.diffusion_eval_num_steps or self.rollout.diffusion_num_steps
+
+    @property
+    def scorers(self) -> tuple[str, ...]:
+        """The run's own: --rm-types, else --rm-type; a prompt's metadata may name another in the place of the latter."""
+        return self.reward.rm_types or ((self.reward.rm_type,) if self.reward.rm_type else ())
 
     @property
     def negative_prompt(self) -> str | None:
@@ -91,6 +120,7 @@ class RunConfig(Group):
         values |= {
             "global_batch_size": self.global_batch_size,
             "num_steps_per_rollout": self.steps_per_rollout,
+            "over_sampling_batch_size": self.over_sampling_batch_size,
             "ref_mode": self.ref_mode,
             "diffusion_eval_num_steps": self.eval_num_steps,
             "diffusion_debug_mode": self.compares_outputs,
@@ -103,10 +133,21 @@ class RunConfig(Group):
         """The flat view that hooks receive."""
         return SimpleNamespace(**self.flat())
 
+    @property
+    def own_code(self) -> dict[str, str]:
+        """Dotted paths of the user's own functions, by field."""
+        flat, strategy, group_filter = self.flat(), "diffusion_step_strategy_path", "dynamic_sampling_filter_path"
+        own = {
+            strategy: strategy_name(flat[strategy]) == OWN,
+            group_filter: flat[group_filter] not in (None, NONZERO_STD),
+        }
+        return {name: flat[name] for name in FIELDS if own.get(name, is_code(name) and flat[name])}
+
     def affecting(self, stage: StageName) -> dict[str, Any]:
         """The fields, by name, that `stage`'s result depends on, as JSON values."""
-        flat = self.flat()
-        return {name: _json(flat[name]) for name in FIELDS if stage in affects(name) and not by_content(name)}
+        flat, stages = self.flat(), set(depending(stage, in_waves=self.in_waves))
+        named = (name for name in FIELDS if stages & set(affects(name)) and not by_content(name))
+        return {name: _json(flat[name]) for name in named if name not in self.idle}
 
     def replace(self, **changes: Any) -> "RunConfig":
         """A new configuration with these flat fields changed, validated as a whole.
@@ -131,6 +172,12 @@ def affects(name: str) -> tuple[StageName, ...]:
     """Stages whose result depends on the field directly."""
     extra = cast(dict[str, Any], FIELDS[name][1].json_schema_extra)
     return tuple(extra["affects"])
+
+
+def depending(stage: StageName, *, in_waves: bool) -> tuple[StageName, ...]:
+    """The stages whose options a stage's result depends on: its own, and for prompts that are drawn in waves those of what
+    is generated and scored."""
+    return ("prompts", "rollout", "rewards") if stage == "prompts" and in_waves else (stage,)
 
 
 def is_code(name: str) -> bool:
@@ -184,4 +231,4 @@ def _json(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-from miles_core.config.checks import CHECKS  # noqa: E402  checks read RunConfig's type
+from miles_core.config.checks import CHECKS, OWN, strategy_name  # noqa: E402  checks read RunConfig's type

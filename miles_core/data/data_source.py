@@ -16,6 +16,7 @@ from miles_core.data.sample import Sample
 from miles_core.errors import InputError
 from miles_core.store.digest import ROW_DIGEST, canonical_json
 from miles_core.store.schemas import PROMPTS
+from miles_core.user_code import own_function
 
 SEED_MODULUS = 2**31
 
@@ -56,7 +57,8 @@ class RolloutDataSourceWithBuffer:
     """Default of --data-source-path.
 
     Reads args.prompt_data, input_key, metadata_key, rm_type, rollout_seed and n_samples_per_prompt. Raises
-    InputError where the prompts are at fault. `buffer_filter` chooses what is taken from the buffer.
+    InputError where the prompts are at fault. `buffer_filter` chooses what is taken from the buffer: args.buffer_filter_path,
+    else pop_first.
     """
 
     def __init__(self, args: Any) -> None:
@@ -66,9 +68,11 @@ class RolloutDataSourceWithBuffer:
             input_key=args.input_key,
             metadata_key=args.metadata_key,
             rm_type=args.rm_type,
+            rm_types=getattr(args, "rm_types", None),
             custom=bool(getattr(args, "custom_rm_path", None)),
         )
-        self.buffer_filter: BufferFilter = pop_first
+        own = own_function("buffer_filter_path", args) if getattr(args, "buffer_filter_path", None) else None
+        self.buffer_filter: BufferFilter = own or pop_first
         self.buffer: list[list[Sample]] = []
         self._epoch = 0
         self._position = 0
@@ -82,11 +86,7 @@ class RolloutDataSourceWithBuffer:
         """
         groups: list[list[Sample]] = []
         if self.buffer:
-            groups = list(self.buffer_filter(self.args, None, self.buffer, num_samples))
-        if len(groups) > num_samples:
-            raise InputError(
-                f"the buffer filter returned {len(groups)} groups and {num_samples} were asked for: return at most those"
-            )
+            groups = self._from_buffer(num_samples)
         while len(groups) < num_samples:
             groups.append(self._draw())
         return groups
@@ -160,6 +160,21 @@ class RolloutDataSourceWithBuffer:
         except ValueError as fault:
             raise InputError(f"{path} is not JSON ({fault}): give the file that save wrote") from None
         self.load_state_dict(state)
+
+    def _from_buffer(self, num_samples: int) -> list[list[Sample]]:
+        before = list(self.buffer)
+        answer = self.buffer_filter(self.args, None, self.buffer, num_samples)
+        if not isinstance(answer, list) or any(all(group is not one for one in before) for group in answer):
+            raise InputError(
+                "the buffer filter returned something else than a list of groups of the buffer: return those"
+            )
+        if len(answer) > num_samples:
+            raise InputError(
+                f"the buffer filter returned {len(answer)} groups and {num_samples} were asked for: return at most those"
+            )
+        # What is served leaves the buffer, also where the filter left it there.
+        self.buffer = [group for group in self.buffer if all(group is not taken for taken in answer)]
+        return list(answer)
 
     def _state_path(self) -> Path | None:
         folder = getattr(self.args, "data_source_state_dir", None)

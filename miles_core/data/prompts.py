@@ -16,7 +16,7 @@ from miles_core.store.digest import canonical_json, sha256_hex
 
 DEFAULT_SET = "default"
 _SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-PROMPT_SETS = {"tiny": "tiny.txt", "tiny-ocr": "tiny-ocr.jsonl"}
+PROMPT_SETS = {"tiny": "tiny.txt", "tiny-ocr": "tiny-ocr.jsonl", "tiny-ocr-eval": "tiny-ocr-eval.jsonl"}
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ def load_prompts(
     input_key: str = "input",
     metadata_key: str = "metadata",
     rm_type: str | None,
+    rm_types: Sequence[str] | None = None,
     custom: bool = False,
     option: str = "--prompt-data",
 ) -> list[Prompt]:
@@ -63,8 +64,8 @@ def load_prompts(
 
     A name that ends in .jsonl holds one JSON object a line: the prompt under `input_key`, optionally an object
     under `metadata_key` whose rm_type overrides the run's `rm_type`. Any other file holds one prompt a line.
-    `custom`: an own reward scores them all, whatever they name. UTF-8; a byte order mark and CRLF are accepted. Raises
-    InputError that names file and line; `option` is the one that named the file.
+    `rm_types`: these score them all, whatever they name; `custom`: an own reward does. UTF-8; a byte order mark and CRLF
+    are accepted. Raises InputError that names file and line; `option` is the one that named the file.
     """
     path = Path(path)
     if rm_type is not None:
@@ -77,7 +78,9 @@ def load_prompts(
         else:
             text, metadata = line.strip(), {}
         _check_text(text, metadata, where)
-        if not custom:
+        for name in rm_types or ():
+            _check_scorer(text, None, name, where)
+        if not custom and not rm_types:
             _check_scorer(text, metadata.get("rm_type"), rm_type, where)
         prompts.append(Prompt(len(prompts), text, metadata))
     if not prompts:

@@ -1,6 +1,6 @@
 """The checks in their order: what is cheap and what others need come first."""
 
-from miles_core.doctor import batches, installs, memory, place, policy, prompts, rewards, services
+from miles_core.doctor import batches, installs, logs, memory, place, policy, prompts, rewards, services
 from miles_core.doctor.check import Check
 
 CHECKS = (
@@ -19,6 +19,7 @@ CHECKS = (
     Check("scorers", rewards.self_test),
     Check("run", place.run),
     Check("disk", place.disk),
+    Check("logging", logs.logs),
     Check("ratio", policy.ratio, loads_model=True),
     Check("parity", policy.parity, loads_model=True),
     Check("noise level", rewards.noise_level, loads_model=True),

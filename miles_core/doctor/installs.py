@@ -39,7 +39,7 @@ def _needed(subject: Subject) -> list[str]:
     engine: str = subject.config.cluster.rollout_engine
     if engine == "sglang":
         names.append("sglang")
-    if subject.config.reward.rm_type == "ocr":
+    if "ocr" in subject.config.scorers:
         names += _OCR
     return names
 

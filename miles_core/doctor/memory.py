@@ -68,7 +68,7 @@ def memory(subject: Subject, available: float | None = None) -> Finding:
     parameters = component_parameters(folder)
     trained = sum(lora_parameters(folder, subject.lora_targets, config.lora.lora_rank))
     each = needs(config, parameters, trained, SHAPES[subject.family])
-    total = host_bytes(config, each, ocr=config.reward.rm_type == "ocr")
+    total = host_bytes(config, each, ocr="ocr" in config.scorers)
     model = f"weights and states of {bytes_text(each.trainer)} a trainer rank and {bytes_text(each.engine)} an engine"
     if os.environ.get("RAY_ADDRESS"):
         return passed(f"{model}; the nodes of the cluster at RAY_ADDRESS are not looked at")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from pathlib import Path
 
+from miles_core.config.guard import checkpoints_kept
 from miles_core.doctor.check import Finding, passed, stopped
 from miles_core.doctor.subject import Subject
 from miles_core.observe.terminal import bytes_text
@@ -52,7 +53,7 @@ def disk(subject: Subject, free: int | None = None) -> Finding:
     if there is None:
         return passed(line)
     keep = {
-        "full_checkpoints": config.run.keep_full_checkpoints,
+        "full_checkpoints": checkpoints_kept(config),
         "latents_iterations": config.run.keep_latents_iterations,
     }
     fit, left = fitting(sizes, done, there, **keep), max(config.run.num_rollout - done, 0)

@@ -6,7 +6,8 @@ from collections import Counter
 
 from miles_core.doctor.check import Finding, passed, warned
 from miles_core.doctor.subject import Subject
-from miles_core.families.resolve import train_pipeline_config
+from miles_core.families.sizes import SHAPES
+from miles_core.pipeline.source import reads_prompt_file
 from miles_core.rewards.quoted import quoted_target
 
 _SHOWN = 40
@@ -15,10 +16,16 @@ _SHOWN = 40
 def prompts(subject: Subject) -> Finding:
     """Raises InputError, with file and line, for a prompt that is broken, empty, or has no target for OCR to look for."""
     found, batch = subject.prompts, subject.config.data.rollout_batch_size
+    if not reads_prompt_file(subject.config):
+        first = _short(found[0].text)
+        return passed(
+            f"{len(found)} prompts of iteration 0 by {subject.config.sampling.data_source_path}, the first {first!r}"
+        )
     texts = Counter(prompt.text for prompt in found)
     text = f"{len(found)} prompts, {len(texts)} different"
-    run = subject.config.reward.rm_type
-    targets = [quoted_target(p.text) or "" for p in found if (p.metadata.get("rm_type") or run) == "ocr"]
+    run, named = subject.config.scorers, subject.config.reward.rm_types is None
+    read = [p for p in found if "ocr" in ((p.metadata.get("rm_type"),) if named and p.metadata.get("rm_type") else run)]
+    targets = [quoted_target(p.text) or "" for p in read]
     if targets:
         longest = max(targets, key=len)
         text += f"; {len(targets)} with a quoted target, the longest {_short(longest)!r} of {len(longest)} characters"
@@ -37,9 +44,9 @@ def prompt_length(subject: Subject) -> Finding:
     """Tokens of the prompts against what each text encoder reads; the rest of a prompt is cut off."""
     from miles_core.families.base import DiffusersModelBackend
 
-    limits = train_pipeline_config(subject.family).token_limits
     texts = [prompt.text for prompt in subject.prompts]
     tokenizers = DiffusersModelBackend().load_tokenizers(subject.checkpoint)
+    limits = SHAPES[subject.family].text_tokens(subject.checkpoint)
     lengths = {name: [len(ids) for ids in tokenizers[name](texts).input_ids] for name in limits}
     longest = ", ".join(f"{max(lengths[name])} of {limits[name]} ({name})" for name in limits)
     cut = [i for i in range(len(texts)) if all(lengths[name][i] > limits[name] for name in limits)]

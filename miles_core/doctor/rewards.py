@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -10,8 +10,10 @@ from miles_core.algorithms.advantages import post_process_rewards
 from miles_core.data.sample import Sample
 from miles_core.doctor.check import Finding, passed, stopped, warned
 from miles_core.doctor.subject import Subject
+from miles_core.rewards.remote import REMOTE
 from miles_core.rewards.rm_hub import score_sample
 from miles_core.rewards.rm_types import CUSTOM
+from miles_core.rewards.scores import Score
 
 _EPS = 1e-4
 _NOTHING, _SOMETHING = 0.02, 0.1
@@ -25,8 +27,13 @@ def self_test(subject: Subject) -> Finding:
     word, blank = drawn(_WORD), np.full((128, 256, 3), 255, np.uint8)
     found = []
     if CUSTOM in subject.inputs.components:
-        return _own(subject, word, blank)
+        return _asked(str(subject.config.reward.custom_rm_path), subject.own_reward.scores, word, blank)
+    if subject.inputs.components == (REMOTE,):
+        args = subject.config.args()
+        return _asked(f"the service {args.rm_url}", subject.scorers.remote(args).scores, word, blank)
     for name in subject.inputs.components:
+        if name == REMOTE:
+            continue
         more, less = (subject.scorers.score(name, image, f'"{_WORD}"') for image in (word, blank))
         if name == "jpeg_compressibility":
             more, less = less, more
@@ -44,15 +51,14 @@ def self_test(subject: Subject) -> Finding:
     return passed(f"on a blank image and a drawn word, low to high: {'; '.join(found)}")
 
 
-def _own(subject: Subject, *images: np.ndarray) -> Finding:
-    """What an own reward gives two drawn images: it runs, and tells them apart."""
+def _asked(name: str, scores: Callable[[list[Sample]], list[Score]], *images: np.ndarray) -> Finding:
+    """What an own reward or a service gives two drawn images: it runs, and tells them apart."""
     samples = [
         Sample(group_index=0, index=i, prompt=f'"{_WORD}"', seed=0, generated_output=image.transpose(2, 0, 1) / 255)
         for i, image in enumerate(images)
     ]
-    word, blank = (score.reward for score in subject.own_reward.scores(samples))
-    path = subject.config.reward.custom_rm_path
-    found = f"{path} gives {word:.3f} to a drawn word and {blank:.3f} to a blank image"
+    word, blank = (score.reward for score in scores(samples))
+    found = f"{name} gives {word:.3f} to a drawn word and {blank:.3f} to a blank image"
     if word == blank:
         return warned(f"{found}: it does not tell them apart", "see whether it looks at the image")
     return passed(found)
@@ -137,5 +143,8 @@ def _of(group: Sequence[Sample]) -> list[float]:
 
 
 def _of_ocr(subject: Subject, groups: Sequence[Sequence[Sample]]) -> list[float]:
+    if subject.config.reward.rm_types:
+        # The reward is of all of them together.
+        return []
     run = subject.config.reward.rm_type
     return _rewards([[sample for sample in group if (sample.rm_type or run) == "ocr"] for group in groups])

@@ -8,15 +8,9 @@ from urllib.parse import urlsplit
 
 from miles_core.doctor.check import Finding, passed, stopped
 from miles_core.doctor.subject import Subject
+from miles_core.runtime.ports import free_ports
 
 _SECONDS = 5.0
-
-
-def free_port() -> int:
-    """A port of loopback that nobody holds now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def ray(subject: Subject) -> Finding:
@@ -24,7 +18,7 @@ def ray(subject: Subject) -> Finding:
     address = os.environ.get("RAY_ADDRESS")
     if not address:
         return passed(
-            f"RAY_ADDRESS is unset: a head of the run's own is started on loopback, port {free_port()} is free"
+            f"RAY_ADDRESS is unset: a head of the run's own is started on loopback, port {free_ports()[0]} is free"
         )
     place = urlsplit(address if "://" in address else f"//{address}")
     if place.hostname and place.port:

@@ -7,17 +7,20 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from miles_core.config import RunConfig
-from miles_core.config.folders import artifact_root, code_path, home
+from miles_core.config.folders import artifact_root, home, own_args
 from miles_core.data.prompts import Prompt, load_prompts, resolve_prompt_path
+from miles_core.data.sample import Sample
 from miles_core.doctor.check import NotLooked
 from miles_core.errors import InputError
 from miles_core.families.resolve import family_of, resolve_checkpoint
 from miles_core.families.sizes import SHAPES
 from miles_core.pipeline.inputs import Inputs, resolve_inputs
+from miles_core.pipeline.source import opened, reads_prompt_file
+from miles_core.runtime.ports import free_ports
 from miles_core.store.files import Files
 from miles_core.store.run_store import RunStore
 
@@ -117,10 +120,9 @@ class Subject:
 
     def trainer(self, config: RunConfig) -> Any:
         """A trainer of one rank as the run's trainer process makes it, not started."""
-        from miles_core.doctor.services import free_port
         from miles_core.training.trainer import TrainerRank
 
-        return TrainerRank(config, str(self.checkpoint), self.family, master_port=free_port(), device=self.device)
+        return TrainerRank(config, str(self.checkpoint), self.family, master_port=free_ports()[0], device=self.device)
 
     def _once(self, what: str, make: Callable[[], T]) -> T:
         if what in self._failed:
@@ -140,8 +142,16 @@ class Subject:
         for needed in ("prompts", "checkpoint"):
             getattr(self, needed)
 
+    def draw(self, count: int) -> list[list[Sample]]:
+        """Groups that the run's iteration 0 draws, by the data source that it draws them by."""
+        with opened(self.config, 0, self.files, None) as source:
+            return source.draw(count)
+
     def _prompts(self) -> list[Prompt]:
         data = self.config.data
+        if not reads_prompt_file(self.config):
+            firsts = [group[0] for group in self.draw(data.rollout_batch_size)]
+            return [Prompt(place, sample.prompt, sample.metadata) for place, sample in enumerate(firsts)]
         if not data.prompt_data:
             raise InputError("--prompt-data is missing: give a .jsonl or text file with prompts")
         return load_prompts(
@@ -149,6 +159,7 @@ class Subject:
             input_key=data.input_key,
             metadata_key=data.metadata_key,
             rm_type=self.config.reward.rm_type,
+            rm_types=self.config.reward.rm_types,
             custom=self.config.reward.custom_rm_path is not None,
         )
 
@@ -188,7 +199,7 @@ class Subject:
     def _own_reward(self) -> CustomReward:
         from miles_core.rewards.custom import CustomReward
 
-        return CustomReward(SimpleNamespace(**self.config.flat() | {"code_path": code_path(self.config)}))
+        return CustomReward(own_args(self.config))
 
     def _trial(self) -> Trial:
         self._need_prompts_and_model()

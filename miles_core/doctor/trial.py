@@ -15,10 +15,11 @@ import pyarrow as pa
 from transformers.utils import logging as transformers_logging
 
 from miles_core.config import RunConfig
-from miles_core.data.data_source import RolloutDataSourceWithBuffer
+from miles_core.config.folders import own_args
 from miles_core.data.sample import Sample
 from miles_core.errors import StageError
-from miles_core.rollout.parsing import ParserWorker, conditioning_id
+from miles_core.rollout.microgroup import conditioning_id
+from miles_core.rollout.parsing import ParserWorker
 from miles_core.rollout.protocol import GenerateRequest
 from miles_core.rollout.rollout_function import sampling_params
 from miles_core.rollout.step_strategies import step_seed
@@ -28,11 +29,10 @@ from miles_core.store.schemas import ADVANTAGES
 from miles_core.training.determinism import make_deterministic
 from miles_core.training.messages import UpdateInputs, UpdateResult
 from miles_core.training.output import ADAPTER_FILE, PROBE_FILE, short_name
+from miles_core.weights.adapter_file import to_push
 from miles_core.weights.digest import policy_digest
-from miles_core.weights.packing import to_push
 from miles_core.weights.probe import compare, probe_of, write_probe
-from miles_core.weights.probe_spec import ProbeSpec
-from miles_core.weights.verify import ProbeResult, probe_tolerance
+from miles_core.weights.probe_spec import ProbeResult, ProbeSpec, probe_tolerance
 
 if TYPE_CHECKING:
     from miles_core.doctor.subject import Subject
@@ -87,8 +87,7 @@ class Trial:
     @cached_property
     def groups(self) -> list[list[Sample]]:
         """The first groups that the run's iteration 0 draws, to be made."""
-        source = RolloutDataSourceWithBuffer(self.config.args())
-        return source.get_samples(min(GROUPS, self.config.data.rollout_batch_size))
+        return self.subject.draw(min(GROUPS, self.config.data.rollout_batch_size))
 
     @cached_property
     def trained(self) -> Trained:
@@ -140,7 +139,7 @@ class Trial:
         return made
 
     def _request(self, microgroup: list[Sample]) -> GenerateRequest:
-        args = self.config.args()
+        args = own_args(self.config)
         return GenerateRequest(**sampling_params(args, microgroup, step_seed(args.rollout_seed, 0)))
 
     def _first_microgroup(self) -> UpdateInputs:
@@ -168,6 +167,7 @@ class Trial:
             latents=[rows.latents],
             conditioning=[conditioning],
             advantages=[self._advantages(microgroup)],
+            train_data=[],
             policy_parts=self.policy,
             policy_digest=self.trained_from,
             probe=self._probe_before,

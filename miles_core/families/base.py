@@ -50,8 +50,6 @@ class TrainPipelineConfig(ABC):
     lora_target_modules: ClassVar[tuple[str, ...]]
     latent_channels: ClassVar[int]
     vae_scale_factor: ClassVar[int]
-    token_limits: ClassVar[Mapping[str, int]]
-    """Tokens that `encode_prompt` reads of a text, by tokenizer; what is longer is cut."""
 
     @abstractmethod
     def fsdp_blocks(self, transformer: nn.Module) -> list[nn.Module]:

@@ -17,12 +17,16 @@ from filelock import FileLock
 
 from miles_core.config.folders import local_path
 from miles_core.errors import InputError, StageError
+from miles_core.words import CHECKPOINT
 
 if TYPE_CHECKING:
     from miles_core.families.base import TrainPipelineConfig
 
 TINY_SD3 = "tiny:sd3"
 TINY_SD3_FOLDER = "tiny-stable-diffusion-3.5-medium"
+TINY_WORDS = "tiny:words"
+"""The packaged checkpoint that draws words (miles_core/words)."""
+PACKAGED = (TINY_SD3, TINY_WORDS)
 
 _FAMILIES = {"StableDiffusion3Pipeline": "sd3"}
 _SUFFIXES = {".safetensors", ".json", ".txt", ".model", ".jinja"}
@@ -32,15 +36,18 @@ _BLOCK = 1 << 22
 
 
 def resolve_checkpoint(hf_checkpoint: str, data_folder: Path) -> Path:
-    """The pipeline folder, absolute. `tiny:sd3` is made under `data_folder`/models at its first use.
+    """The pipeline folder, absolute. `tiny:sd3` is made under `data_folder`/models at its first use; `tiny:words` comes
+    with the package.
 
     Raises InputError where there is no such folder or it holds no pipeline, StageError where `tiny:sd3` could
     not be made.
     """
     if hf_checkpoint == TINY_SD3:
         return _tiny_sd3(data_folder / "models")
+    if hf_checkpoint == TINY_WORDS:
+        return CHECKPOINT
     if not hf_checkpoint:
-        raise InputError(f"--hf-checkpoint is empty: give a diffusers pipeline folder, or {TINY_SD3}.")
+        raise InputError(f"--hf-checkpoint is empty: give a diffusers pipeline folder, {TINY_SD3} or {TINY_WORDS}.")
     folder = local_path(hf_checkpoint, "--hf-checkpoint")
     if not folder.is_dir():
         if _HUB_ID.fullmatch(hf_checkpoint):
@@ -49,7 +56,7 @@ def resolve_checkpoint(hf_checkpoint: str, data_folder: Path) -> Path:
                 f"`hf download {hf_checkpoint} --local-dir FOLDER` and give FOLDER."
             )
         raise InputError(
-            f"--hf-checkpoint {hf_checkpoint} does not exist: give a diffusers pipeline folder, or {TINY_SD3}."
+            f"--hf-checkpoint {hf_checkpoint} does not exist: give a diffusers pipeline folder, {TINY_SD3} or {TINY_WORDS}."
         )
     if not (folder / "model_index.json").is_file():
         raise InputError(

@@ -1,7 +1,7 @@
 """Stable Diffusion 3 and 3.5 (Esser et al. 2024, arXiv 2403.03206): MMDiT, two CLIP encoders and T5."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -9,20 +9,19 @@ from torch import nn
 from miles_core.families.base import EngineComponents, TrainPipelineConfig
 from miles_core.families.sizes import SHAPES
 
-CLIP_TOKENS = 77
-T5_TOKENS = 256
+ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
 
 class Sd3PipelineConfig(TrainPipelineConfig):
-    """SD3's conditioning is `encoder_hidden_states` (333, D): 77 CLIP and 256 T5 tokens, padded to T5's width,
-    and `pooled_projections` (P,): both CLIP projections, as diffusers' StableDiffusion3Pipeline makes them."""
+    """SD3's conditioning is `encoder_hidden_states` (333, D): 77 CLIP and 256 T5 tokens (fewer where the checkpoint's
+    tokenizers say so), padded to T5's width, and `pooled_projections` (P,): both CLIP projections, as diffusers'
+    StableDiffusion3Pipeline makes them."""
 
     family = "sd3"
     pipeline_class = "StableDiffusion3Pipeline"
     lora_target_modules = SHAPES["sd3"].lora_target_modules
     latent_channels = SHAPES["sd3"].latent_channels
     vae_scale_factor = SHAPES["sd3"].vae_scale_factor
-    token_limits: ClassVar = {"tokenizer": CLIP_TOKENS, "tokenizer_2": CLIP_TOKENS, "tokenizer_3": T5_TOKENS}
 
     def fsdp_blocks(self, transformer: nn.Module) -> list[nn.Module]:
         return list(cast(nn.ModuleList, transformer.transformer_blocks))
@@ -39,21 +38,12 @@ class Sd3PipelineConfig(TrainPipelineConfig):
 
     def encode_prompt(self, components: EngineComponents, prompt: str) -> dict[str, torch.Tensor]:
         encoders, tokenizers = components.text_encoders, components.tokenizers
-        hidden, pooled = [], []
-        for suffix in ("", "_2"):
-            ids = _tokens(tokenizers["tokenizer" + suffix], prompt, CLIP_TOKENS)
-            encoder = encoders["text_encoder" + suffix]
-            output = encoder(ids.to(_device(encoder)), output_hidden_states=True)
-            hidden.append(output.hidden_states[-2])
-            pooled.append(output.text_embeds)
-        t5 = encoders["text_encoder_3"]
-        long = t5(_tokens(tokenizers["tokenizer_3"], prompt, T5_TOKENS).to(_device(t5)))[0]
-        short = torch.cat(hidden, dim=-1)
-        short = nn.functional.pad(short, (0, long.shape[-1] - short.shape[-1]))
-        return {
-            "encoder_hidden_states": torch.cat([short, long], dim=-2)[0],
-            "pooled_projections": torch.cat(pooled, dim=-1)[0],
-        }
+        ids = [
+            _tokens(tokenizers[name], prompt, min(most, tokenizers[name].model_max_length))
+            for name, most in SHAPES["sd3"].longest_texts.items()
+        ]
+        hidden, pooled = encode_tokens([encoders[name] for name in ENCODERS], ids)
+        return {"encoder_hidden_states": hidden[0], "pooled_projections": pooled[0]}
 
     def model_output(
         self,
@@ -70,6 +60,19 @@ class Sd3PipelineConfig(TrainPipelineConfig):
             return_dict=False,
         )
         return cast(torch.Tensor, output[0])
+
+
+def encode_tokens(encoders: Sequence[nn.Module], ids: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(encoder_hidden_states (B, L, D), pooled_projections (B, P)) of the ids (B, l) of two CLIP encoders and T5, as
+    diffusers' StableDiffusion3Pipeline makes them: both CLIPs side by side, padded to T5's width, before T5."""
+    clips = [
+        encoder(some.to(_device(encoder)), output_hidden_states=True)
+        for encoder, some in zip(encoders[:2], ids, strict=False)
+    ]
+    long = encoders[2](ids[2].to(_device(encoders[2])))[0]
+    short = torch.cat([output.hidden_states[-2] for output in clips], dim=-1)
+    short = nn.functional.pad(short, (0, long.shape[-1] - short.shape[-1]))
+    return torch.cat([short, long], dim=-2), torch.cat([output.text_embeds for output in clips], dim=-1)
 
 
 def _tokens(tokenizer: Any, prompt: str, length: int) -> torch.Tensor:

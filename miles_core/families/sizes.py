@@ -3,35 +3,47 @@
 import json
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """What a family's file takes over: the VAE's channels and factor, text tokens of a conditioning, LoRA targets."""
+    """What a family's file takes over: the VAE's channels and factor, the tokens that its published models read of a text
+    by tokenizer, LoRA targets."""
 
     latent_channels: int
     vae_scale_factor: int
-    text_tokens: int
+    longest_texts: Mapping[str, int]
     lora_target_modules: tuple[str, ...]
 
     def latent_elements(self, height: int, width: int) -> int:
         """Numbers in one latent of an image of height x width pixels."""
         return self.latent_channels * (height // self.vae_scale_factor) * (width // self.vae_scale_factor)
 
+    def text_tokens(self, folder: Path) -> dict[str, int]:
+        """Tokens that are read of a text, by tokenizer: fewer than the published models' where the pipeline's own say so."""
+        found = dict(self.longest_texts)
+        for name, most in found.items():
+            path = folder / name / "tokenizer_config.json"
+            own = json.loads(path.read_text()).get("model_max_length") if path.is_file() else None
+            found[name] = min(most, own or most)
+        return found
+
     def conditioning_elements(self, folder: Path) -> int:
         """Numbers in the conditioning of one text: tokens of the transformer's width, and the pooled projections."""
         config = json.loads((folder / "transformer" / "config.json").read_text())
-        return int(self.text_tokens * config["joint_attention_dim"] + config["pooled_projection_dim"])
+        return int(
+            sum(self.text_tokens(folder).values()) * config["joint_attention_dim"] + config["pooled_projection_dim"]
+        )
 
 
 SHAPES = {
     "sd3": Shapes(
         latent_channels=16,
         vae_scale_factor=8,
-        text_tokens=77 + 256,
+        longest_texts={"tokenizer": 77, "tokenizer_2": 77, "tokenizer_3": 256},
         lora_target_modules=(
             "attn.to_q",
             "attn.to_k",

@@ -61,11 +61,11 @@ def tiny_sd3_pipeline(seed: int = 0) -> StableDiffusion3Pipeline:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return StableDiffusion3Pipeline(
-            text_encoder=_clip(tokenizers[0]),
-            text_encoder_2=_clip(tokenizers[1]),
-            text_encoder_3=_t5(),
+            text_encoder=clip_encoder(tokenizers[0]),
+            text_encoder_2=clip_encoder(tokenizers[1]),
+            text_encoder_3=t5_encoder(),
             transformer=_transformer(),
-            vae=_vae(),
+            vae=small_vae(),
             tokenizer=tokenizers[0],
             tokenizer_2=tokenizers[1],
             tokenizer_3=tokenizers[2],
@@ -74,6 +74,7 @@ def tiny_sd3_pipeline(seed: int = 0) -> StableDiffusion3Pipeline:
 
 
 def clip_tokenizer(pad_token: str) -> CLIPTokenizer:
+    """A token a character."""
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*characters, *(c + "</w>" for c in characters), "<|startoftext|>", "<|endoftext|>"]
     return CLIPTokenizer(
@@ -87,7 +88,8 @@ def _t5_tokenizer() -> T5Tokenizer:
     return T5Tokenizer(vocab=vocab, extra_ids=0, additional_special_tokens=[], model_max_length=512)
 
 
-def _clip(tokenizer: CLIPTokenizer) -> CLIPTextModelWithProjection:
+def clip_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModelWithProjection:
+    """Random, of CLIP_WIDTH."""
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=CLIP_WIDTH,
@@ -104,13 +106,14 @@ def _clip(tokenizer: CLIPTokenizer) -> CLIPTextModelWithProjection:
     return CLIPTextModelWithProjection(config).eval()
 
 
-def _t5() -> T5EncoderModel:
+def t5_encoder(tokens: int = 128, width: int = JOINT_WIDTH, key_width: int = 16, hidden: int = 64) -> T5EncoderModel:
+    """Random, two layers of four heads."""
     untied: dict[str, Any] = {"tie_word_embeddings": False}
     config = T5Config(
-        vocab_size=128,
-        d_model=JOINT_WIDTH,
-        d_kv=16,
-        d_ff=64,
+        vocab_size=tokens,
+        d_model=width,
+        d_kv=key_width,
+        d_ff=hidden,
         num_layers=2,
         num_heads=4,
         feed_forward_proj="gated-gelu",
@@ -136,18 +139,20 @@ def _transformer() -> SD3Transformer2DModel:
     )
 
 
-def _vae() -> AutoencoderKL:
-    """sample_size is SD3's own: sglang decodes whatever is larger in tiles, which leave seams."""
+def small_vae(
+    channels: tuple[int, ...] = (8, 8, 16, 16), norm_groups: int = 4, scaling: float = 1.5305, shift: float = 0.0609
+) -> AutoencoderKL:
+    """Random. sample_size is SD3's own: sglang decodes whatever is larger in tiles, which leave seams."""
     return AutoencoderKL(
         latent_channels=16,
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(8, 8, 16, 16),
+        block_out_channels=channels,
         layers_per_block=1,
-        norm_num_groups=4,
+        norm_num_groups=norm_groups,
         sample_size=1024,
-        scaling_factor=1.5305,
-        shift_factor=0.0609,
+        scaling_factor=scaling,
+        shift_factor=shift,
         use_quant_conv=False,
         use_post_quant_conv=False,
         force_upcast=True,

@@ -1,8 +1,10 @@
 """A run iteration by iteration, from the manifests on its line; each is read once."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
+from miles_core.observe.health import Health, comparable, health_of
 from miles_core.observe.plots import Point, point_of
 from miles_core.observe.rows import on_line
 from miles_core.store.line import entry
@@ -50,10 +52,26 @@ class History:
                 found.setdefault(f"evaluation: {name}", {})[iteration] = figures["reward_mean"]
         return found
 
-    def table(self, newest: int) -> list[dict[str, Any]]:
-        """A row an iteration, the newest first: figures as text, seconds of each stage. At most `newest` rows."""
+    def healths(self, first: int, last: int) -> list[Health]:
+        """What the guard looks at of the iterations from `first` to `last`, of those that are whole, ascending."""
+        found: list[Health] = []
+        before: tuple[Manifest, ...] = ()
+        for iteration in sorted(i for stage, i in self._read if stage == "update" and first <= i <= last):
+            there = [self._read.get((stage, iteration)) for stage in ("rollout", "rewards", "advantages")]
+            if all(there):
+                rollout, rewards, advantages = (manifest for manifest in there if manifest)
+                same = not found or all(map(comparable, before, (rollout, rewards)))
+                setting = found[-1].setting + (not same) if found else 0
+                update, evaluated = self._read["update", iteration], self._read.get(("evaluation", iteration))
+                found.append(health_of(rewards, advantages, update, evaluated, setting))
+                before = rollout, rewards
+        return found
+
+    def table(self, newest: int, further: Mapping[int, Mapping[str, str]] | None = None) -> list[dict[str, Any]]:
+        """A row an iteration, the newest first: figures as text, seconds of each stage. At most `newest` rows. further:
+        more columns, by iteration."""
         iterations = sorted({i for _, i in self._read if i >= 0}, reverse=True)[:newest]
-        rows = [self._row(i) for i in iterations]
+        rows = [self._row(i) | dict((further or {}).get(i, {})) for i in iterations]
         # The UI takes a table's columns from its first row.
         columns = dict.fromkeys(column for row in sorted(rows, key=len, reverse=True) for column in row)
         return [{column: row.get(column, "") for column in columns} for row in rows]

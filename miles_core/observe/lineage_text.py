@@ -96,7 +96,7 @@ def _advantages(facts: dict[str, Any]) -> Iterator[str]:
     if facts["zero_std"]:
         yield "the whole group has one reward and teaches nothing"
     if not facts["kept"]:
-        yield f"dropped: {cell(facts['reason'])}"
+        yield f"not trained on: {cell(facts['reason'])}"
     elif facts["remove_sample"]:
         yield "taken out of the loss"
     else:
@@ -105,11 +105,16 @@ def _advantages(facts: dict[str, Any]) -> Iterator[str]:
 
 def _update(facts: dict[str, Any]) -> Iterator[str]:
     for step in facts["steps"]:
-        yield (
-            f"optimizer step {step['step']} (global {step['global_step']}): loss {step['loss']:.3g}, policy loss "
-            f"{step['policy_loss']:.3g}, kl {step['kl_loss']:.3g}, grad norm {step['grad_norm']:.3g}, clipped "
-            f"{step['clip_frac']:.3g}"
-        )
+        named = {
+            "loss": "loss",
+            "policy_loss": "policy loss",
+            "kl_loss": "kl",
+            "grad_norm": "grad norm",
+            "clip_frac": "clipped",
+        }
+        # A loss of one's own reports what it likes.
+        told = ", ".join(f"{word} {step[name]:.3g}" for name, word in named.items() if step[name] is not None)
+        yield f"optimizer step {step['step']} (global {step['global_step']}): {told}"
     if not facts["steps"]:
         yield f"no optimizer step: {facts['why']}"
     yield f"made policy {facts['policy_digest'][:12]}, checkpoint of {len(facts['checkpoint'])} files"

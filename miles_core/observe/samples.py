@@ -50,13 +50,26 @@ def sample_sheet(
 ) -> Sheet | None:
     """The contact sheet of a committed rollout, from the parts that hold the chosen samples alone; None where no sample
     holds a picture that can be read. Raises DamagedError, ValueError as contact_sheet does."""
+    return contact_sheet(*chosen_rows(files, rollout, rewards, advantages, count=count), max_bytes=max_bytes)
+
+
+def chosen_rows(
+    files: Files,
+    rollout: Manifest,
+    rewards: Manifest | None = None,
+    advantages: Manifest | None = None,
+    *,
+    count: int = 6,
+) -> tuple[list[Row], dict[int, str]]:
+    """At most `count` samples of a committed rollout with what each is, as `pick` takes them; only the parts that hold them
+    are read. Raises DamagedError."""
     scores = read_scores(files, rewards, advantages)
     if not scores:
-        return contact_sheet(_first(files, rollout, count), {}, max_bytes=max_bytes)
+        return _first(files, rollout, count), {}
     chosen = pick(sorted(scores), scores, count)
     parts = parts_with(rollout, sorted(scores), chosen)
     rows = {row.sample_index: row for p in parts for row in read_part(files, rollout.iteration, p, scores, chosen)}
-    return contact_sheet([rows[i] for i in chosen if i in rows], chosen, max_bytes=max_bytes)
+    return [rows[i] for i in chosen if i in rows], chosen
 
 
 def contact_sheet(

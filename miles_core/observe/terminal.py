@@ -104,20 +104,37 @@ def stage_line(outcome: Outcome) -> str:
     return text + f"  · run: {outcome.reason}"
 
 
+def _waves(s: Mapping[str, Any]) -> list[str]:
+    """Prompts that were drawn in waves, in words."""
+    if "waves" not in s:
+        return []
+    why = ", ".join(f"{count} {reason}" for reason, count in s["groups_dropped"].items())
+    dropped = [f"dropped {why}"] if why else []
+    return [
+        f"{several(s['waves'], 'wave')}: {s['groups_kept']} groups kept",
+        *dropped,
+        *([f"{s['groups_surplus']} surplus"] if s["groups_surplus"] else []),
+        *([f"{s['buffer']} in the buffer"] if "buffer" in s else []),
+    ]
+
+
 def figures_of(stage: str, summary: dict[str, Any]) -> str:
     """The few figures of a stage that a person wants at a glance."""
     s = summary
     if stage == "prompts":
-        return f"{s['prompts']} prompts, epoch {s['epoch']}"
+        return ", ".join([f"{s['prompts']} prompts", *([f"epoch {s['epoch']}"] if "epoch" in s else []), *_waves(s)])
     if stage == "rollout":
-        kept = f", {s['kept_microgroups']} microgroups kept" if s["kept_microgroups"] else ""
+        # In waves all were made before the stage began.
+        told = s["kept_microgroups"] and not s.get("in_waves")
+        kept = f", {s['kept_microgroups']} microgroups kept" if told else ""
         return f"policy {s['policy_version']} ({s['policy_digest'][:8]}){kept}"
     if stage == "rewards":
         return f"reward mean {s['reward_mean']:.4g}, min {s['reward_min']:.4g}, max {s['reward_max']:.4g}"
     if stage == "advantages":
         return f"{s['zero_std_groups']} of {s['groups']} groups without spread"
     if stage == "update":
-        return f"loss {s['loss']:.3g}, kl {s['kl_loss']:.3g}, grad norm {s['grad_norm']:.3g}, {s['steps']} steps"
+        kl = f"kl {s['kl_loss']:.3g}, " if "kl_loss" in s else ""
+        return f"loss {s['loss']:.3g}, {kl}grad norm {s['grad_norm']:.3g}, {s['steps']} steps"
     if stage == "sync":
         proof = f"off {s['probe_diff']:.1e}, moved {s['probe_moved']:.1e}"
         return f"{several(s['engines'], 'engine')}, {several(s['modules_bound'], 'module')}, {proof}"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from miles_core.config import RunConfig
 from miles_core.config.checks import strategy_name
+from miles_core.config.guard import checkpoints_kept
 from miles_core.families.sizes import SHAPES, lora_parameters
 from miles_core.observe.terminal import bytes_text
 from miles_core.pipeline.inputs import Inputs
@@ -63,7 +64,13 @@ def fitting(sizes: Sizes, done: int, free: float, *, full_checkpoints: int, late
 def estimate(config: RunConfig, inputs: Inputs) -> Sizes:
     """Bytes of an iteration before there is one."""
     r, shapes = config.rollout, SHAPES[inputs.family]
-    samples, steps, trained = config.samples_per_rollout, r.diffusion_num_steps, r.diffusion_num_sde_steps
+    # Of dynamic sampling a wave, the least.
+    prompts = config.over_sampling_batch_size
+    samples, steps, trained = (
+        prompts * config.data.n_samples_per_prompt,
+        r.diffusion_num_steps,
+        r.diffusion_num_sde_steps,
+    )
     positions = steps + 1
     if trained:
         window = strategy_name(r.diffusion_step_strategy_path) == "sde_window"
@@ -77,7 +84,7 @@ def estimate(config: RunConfig, inputs: Inputs) -> Sizes:
     images = samples * 3 * r.diffusion_height * r.diffusion_width * _PNG
     tables = samples / r.rollout_microgroup_size * _MICROGROUP_TABLES + _ITERATION_TABLES
     return Sizes(
-        latents=samples * positions * latent + config.data.rollout_batch_size * text,
+        latents=samples * positions * latent + prompts * text,
         checkpoint=12 * sum(pairs) + 2 * len(pairs) * _LORA_TENSOR_HEADERS,
         rest=images + tables + 4 * sum(pairs) + text + 4 * latent + _evaluated(config, inputs),
     )
@@ -135,7 +142,7 @@ def disk_line(step: Step) -> str:
 def budget_line(config: RunConfig, sizes: Sizes, source: str, done: int, free: int | None) -> str:
     """The line for a run of which `done` iterations are on the disk; free: bytes, None where that is not known."""
     keep = {
-        "full_checkpoints": config.run.keep_full_checkpoints,
+        "full_checkpoints": checkpoints_kept(config),
         "latents_iterations": config.run.keep_latents_iterations,
     }
     total = max(config.run.num_rollout, done)

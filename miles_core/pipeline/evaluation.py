@@ -10,9 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from miles_core.config import RunConfig
+from miles_core.config.folders import own_args
 from miles_core.data.eval_samples import eval_samples
 from miles_core.data.sample import Sample
 from miles_core.errors import InputError, StageError
+from miles_core.observe.metrics import mean_and_std
 from miles_core.pipeline.inputs import EvalSet
 from miles_core.pipeline.policy import adapter_of, policy_version
 from miles_core.pipeline.rollout import CommittedPrompts
@@ -142,6 +144,7 @@ def eval_args(config: RunConfig, prompts: int) -> SimpleNamespace:
     n = config.evaluation.n_samples_per_eval_prompt
     changes = {
         "rollout_batch_size": prompts,
+        "over_sampling_batch_size": prompts,
         "n_samples_per_prompt": n,
         "rollout_microgroup_size": min(config.rollout.rollout_microgroup_size, n),
         "diffusion_num_steps": config.eval_num_steps,
@@ -150,7 +153,7 @@ def eval_args(config: RunConfig, prompts: int) -> SimpleNamespace:
         "diffusion_num_sde_steps": 0,
         "diffusion_step_strategy_path": None,
     }
-    return SimpleNamespace(**config.flat() | changes)
+    return SimpleNamespace(**vars(own_args(config)) | changes)
 
 
 def _set_of(step: Step) -> EvalSet:
@@ -188,9 +191,11 @@ def _free_name(number: int, names: set[str]) -> str:
 
 
 def _figures(rewards: Sequence[float]) -> dict[str, Any]:
+    mean, spread = mean_and_std(rewards)
     return {
         "samples": len(rewards),
-        "reward_mean": sum(rewards) / len(rewards),
+        "reward_mean": mean,
+        "reward_std": spread,
         "reward_min": min(rewards),
         "reward_max": max(rewards),
     }

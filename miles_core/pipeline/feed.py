@@ -15,16 +15,18 @@ class UpstreamFailed(StageError):
 class RolloutFeed:
     """Parts as they land, then the committed manifest, or the news that there will be none.
 
-    One producer, one consumer, each in a thread of its own. The fingerprint is known before the first part.
+    One producer, one consumer, each in a thread of its own. The fingerprint is known before the first part. The feed of a
+    wave ends without a manifest.
     """
 
     def __init__(self) -> None:
-        self._queue: queue.Queue[Part | Manifest | BaseException] = queue.Queue()
+        self._queue: queue.Queue[Part | Manifest | BaseException | None] = queue.Queue()
         self._start: queue.Queue[tuple[str, Manifest] | BaseException] = queue.Queue()
         self._prompts: Manifest | None = None
         self._fingerprint = ""
         self._manifest: Manifest | None = None
         self._begun = False
+        self.ended = False
 
     # The producer's side
 
@@ -36,6 +38,10 @@ class RolloutFeed:
 
     def close(self, manifest: Manifest) -> None:
         self._queue.put(manifest)
+
+    def end(self) -> None:
+        """All parts of a wave have come."""
+        self._queue.put(None)
 
     def fail(self, error: BaseException) -> None:
         self._start.put(error)
@@ -67,6 +73,7 @@ class RolloutFeed:
         if isinstance(item, Manifest):
             self._manifest = item
             return None
+        self.ended = item is None
         return item
 
     @property

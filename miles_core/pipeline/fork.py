@@ -69,7 +69,7 @@ def plan_fork(
         raise InputError(
             "--hf-checkpoint names another model than the one whose policy a fork keeps: start another run"
         )
-    first = _after(chosen.stage) if chosen else _first(stage, changed)
+    first = _after(chosen.stage) if chosen else _first(stage, changed, in_waves=forked.in_waves)
     if chosen:
         _refuse_other_inputs(chosen, inputs)
     else:
@@ -112,6 +112,7 @@ def begin_fork(fork: Fork) -> None:
             "code_path": parent.get("code_path"),
             "versions": library_versions(),
             "line": {place: entry(manifest, name) for place, manifest in fork.kept.items()},
+            **_passed(parent, fork.iteration),
             "parent": {
                 "run": fork.parent.run,
                 "iteration": fork.iteration,
@@ -126,6 +127,12 @@ def begin_fork(fork: Fork) -> None:
         stack.pop_all()
     if not made:
         raise _taken(fork.store)
+
+
+def _passed(parent: dict[str, Any], iteration: int) -> dict[str, int]:
+    """Where the guard begins, if the parent was resumed past what it found there and the fork keeps that."""
+    first = parent.get("guard_from", 0)
+    return {"guard_from": first} if 0 < first <= iteration else {}
 
 
 def _taken(store: RunStore) -> InputError:
@@ -172,14 +179,18 @@ def _options_of(made: dict[StageName, Manifest], config: RunConfig) -> dict[str,
 
 def _config_of(config: RunConfig, parent: RunStore, name: str, number: int, changes: dict[str, Any]) -> RunConfig:
     own = {"run_id": name, "new": False, "artifact_root": parent.files.root}
-    total = {"num_rollout": max(config.run.num_rollout, number + 1)}
+    # The parent's wandb run goes on with the parent.
+    total = {"num_rollout": max(config.run.num_rollout, number + 1), "wandb_run_id": None}
     return config.replace(**(total | changes | own))
 
 
-def _first(stage: str | None, changed: dict[str, list[Any]]) -> StageName:
-    """The first stage to be made again: the one asked for, or the first that a change affects, or all of them."""
+def _first(stage: str | None, changed: dict[str, list[Any]], *, in_waves: bool) -> StageName:
+    """The first stage to be made again: the one asked for, or the first that a change affects, or all of them. In waves the
+    prompts are chosen by what is generated and scored."""
     affected = {name for field in changed for name in (affects(field) if field in FIELDS else _readers(field))}
     earliest = next((name for name in ITERATION_STAGES if name in affected), None)
+    if earliest in ("rollout", "rewards") and in_waves:
+        earliest = "prompts"
     if stage is None:
         return earliest or "prompts"
     asked = next((name for name in ITERATION_STAGES if name == stage), None)

@@ -4,14 +4,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from miles_core.config import FIELDS, RunConfig, affects, is_code
+from miles_core.config import RunConfig, affects, depending
 from miles_core.config.folders import code_path, home
 from miles_core.data.prompts import Prompt, load_prompts, named_set, prompts_digest, resolve_prompt_path
 from miles_core.errors import InputError
 from miles_core.families.resolve import checkpoint_digest, family_of, resolve_checkpoint
+from miles_core.pipeline.source import reads_prompt_file
 from miles_core.rewards.ocr_models import ocr_model_dirs, ocr_models_digest
 from miles_core.rewards.pickscore_models import PickFolders, pick_folders
+from miles_core.rewards.remote import REMOTE, check_rm_url
 from miles_core.rewards.rm_types import CUSTOM, components_of
+from miles_core.rollout.sglang.texts import text_tokens
 from miles_core.store.digest import canonical_json, sha256_hex
 from miles_core.store.stages import StageName
 from miles_core.user_code import hook_digest, load_hook
@@ -50,11 +53,14 @@ class Inputs:
     evaluation: EvalSet | None = None
     pickscore: PickFolders | None = None
     hooks: Mapping[str, str] = field(default_factory=dict)
+    in_waves: bool = False
 
     def affecting(self, stage: StageName) -> dict[str, str]:
         """Digests of the input files that a stage reads, and of the user's functions that it calls, by role."""
-        own = {name: digest for name, digest in self.hooks.items() if stage in affects(name)}
-        return self._files(stage) | own
+        found: dict[str, str] = {}
+        for one in depending(stage, in_waves=self.in_waves):
+            found |= self._files(one) | {n: digest for n, digest in self.hooks.items() if one in affects(n)}
+        return found
 
     def _files(self, stage: StageName) -> dict[str, str]:
         if stage in ("policy", "rollout", "update"):
@@ -89,27 +95,21 @@ def resolve_inputs(config: RunConfig, *, evaluation: bool = True) -> Inputs:
     Raises InputError in one sentence for what is missing or broken.
     """
     if not config.rollout.hf_checkpoint:
-        raise InputError("--hf-checkpoint is missing: give a diffusers pipeline folder, or tiny:sd3")
-    if not config.data.prompt_data:
-        raise InputError("--prompt-data is missing: give a .jsonl or text file with prompts")
-    prompt_path = resolve_prompt_path(config.data.prompt_data)
-    prompts = load_prompts(
-        str(prompt_path),
-        input_key=config.data.input_key,
-        metadata_key=config.data.metadata_key,
-        rm_type=config.reward.rm_type,
-        custom=config.reward.custom_rm_path is not None,
-    )
+        raise InputError("--hf-checkpoint is missing: give a diffusers pipeline folder, tiny:words or tiny:sd3")
+    prompt_path, prompts, digest = _prompts(config)
     components = _components(config, prompts)
     ocr = _ocr(config, components)
     eval_set = resolve_eval_set(config) if evaluation else None
     checkpoint = resolve_checkpoint(config.rollout.hf_checkpoint, home())
+    family = config.rollout.diffusion_model_family or family_of(checkpoint)
+    if config.cluster.rollout_engine == "sglang":
+        text_tokens(checkpoint, family, guided=config.negative_prompt is not None)
     return Inputs(
         checkpoint=checkpoint,
         checkpoint_digest=checkpoint_digest(checkpoint),
-        family=config.rollout.diffusion_model_family or family_of(checkpoint),
+        family=family,
         prompt_path=prompt_path,
-        prompts_digest=prompts_digest(prompts),
+        prompts_digest=digest,
         prompts=tuple(prompts),
         components=tuple(components),
         ocr_folders=ocr,
@@ -117,7 +117,41 @@ def resolve_inputs(config: RunConfig, *, evaluation: bool = True) -> Inputs:
         evaluation=eval_set,
         pickscore=_pickscore(config, components),
         hooks=_hooks(config),
+        in_waves=config.in_waves,
     )
+
+
+def _prompts(config: RunConfig) -> tuple[Path, list[Prompt], str]:
+    """--prompt-data, its prompts, and the digest of what it means. An own data source reads it its own way, where it is given:
+    then it counts by its bytes."""
+    if not config.data.prompt_data and not reads_prompt_file(config):
+        return Path(), [], prompts_digest([])
+    if not config.data.prompt_data:
+        raise InputError("--prompt-data is missing: give a .jsonl or text file with prompts")
+    path = resolve_prompt_path(config.data.prompt_data)
+    if not reads_prompt_file(config):
+        return path, [], _bytes_digest(path)
+    prompts = load_prompts(
+        str(path),
+        input_key=config.data.input_key,
+        metadata_key=config.data.metadata_key,
+        rm_type=config.reward.rm_type,
+        rm_types=config.reward.rm_types,
+        custom=config.reward.custom_rm_path is not None,
+    )
+    return path, prompts, prompts_digest(prompts)
+
+
+def _bytes_digest(path: Path) -> str:
+    """SHA-256 over a file, or over the names and contents of a folder's files."""
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    try:
+        found = {file.relative_to(path).as_posix(): sha256_hex(file.read_bytes()) for file in files}
+    except OSError as fault:
+        raise InputError(
+            f"--prompt-data {path} cannot be read ({fault.strerror}): give what can, or leave it out"
+        ) from None
+    return sha256_hex(canonical_json(found))
 
 
 def resolve_eval_set(config: RunConfig) -> EvalSet | None:
@@ -131,6 +165,7 @@ def resolve_eval_set(config: RunConfig) -> EvalSet | None:
         input_key=config.data.input_key,
         metadata_key=config.data.metadata_key,
         rm_type=config.reward.rm_type,
+        rm_types=config.reward.rm_types,
         custom=config.reward.custom_rm_path is not None,
         option=option,
     )
@@ -143,17 +178,19 @@ def resolve_eval_set(config: RunConfig) -> EvalSet | None:
 def _components(config: RunConfig, prompts: Sequence[Prompt]) -> list[str]:
     if config.reward.custom_rm_path is not None:
         return [CUSTOM]
-    return components_of(config.reward.rm_type, (p.metadata.get("rm_type") for p in prompts))
+    named = [p.metadata.get("rm_type") for p in prompts] or [None]
+    found = sorted(config.reward.rm_types) if config.reward.rm_types else components_of(config.reward.rm_type, named)
+    if REMOTE in found:
+        check_rm_url(config.reward.rm_url)
+    return found
 
 
 def _hooks(config: RunConfig) -> dict[str, str]:
     """Digests of the user's own functions, by option, each found to be what stands in its place. Raises InputError."""
-    given = {name: config.flat()[name] for name in FIELDS if is_code(name)}
     found, where = {}, code_path(config)
-    for name, path in given.items():
-        if path:
-            load_hook(name, path, where)
-            found[name] = hook_digest(name, path, where)
+    for name, path in config.own_code.items():
+        load_hook(name, path, where)
+        found[name] = hook_digest(name, path, where)
     return found
 
 

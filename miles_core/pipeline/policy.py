@@ -7,6 +7,9 @@ from miles_core.store.manifest import Manifest
 from miles_core.store.parts import Part, read_bytes, write_table
 from miles_core.store.run_store import Attempt
 from miles_core.store.schemas import POLICY
+from miles_core.weights.adapter_file import pushed
+from miles_core.weights.digest import policy_digest
+from miles_core.weights.raw import encode
 
 ADAPTER = "adapter/"
 
@@ -24,19 +27,15 @@ def policy_version(policy: Manifest) -> int:
 
 def initialize(step: Step, attempt: Attempt, upstream: Upstreams) -> Product:
     """Write the seeded adapter as the trainer makes it."""
-    from miles_core.weights.digest import policy_digest
-    from miles_core.weights.packing import from_safetensors, to_push
-
     parts: list[Part] = step.workers.train("init_policy", step.store.files, attempt.folder)[0]
     adapter = next(p for p in parts if p.path.endswith(".safetensors"))
-    push = to_push(read_bytes(step.store.files, adapter))
-    tensors = from_safetensors(push)
+    tensors = pushed(read_bytes(step.store.files, adapter))
     row = {
         "adapter": "default",
         "base_digest": step.inputs.checkpoint_digest,
-        "policy_digest": policy_digest(push),
+        "policy_digest": policy_digest(encode(tensors)),
         "modules": sum(".lora_B." in name for name in tensors),
-        "parameters": sum(t.numel() for t in tensors.values()),
+        "parameters": sum(t.numel for t in tensors.values()),
         "row_digest": "",
     }
     table = pa.Table.from_pylist([row], schema=POLICY)

@@ -112,9 +112,8 @@ def upstream_of(step: Step, stage: StageName, made: Chosen, chosen: Chosen) -> U
     """What a stage consumes in a rerun: what this rerun made, else what the chosen attempt was made from (itself, for a
     later stage), else what is on the run's line."""
     if stage == "prompts":
-        if stage in chosen and step.iteration > 0:
-            return {"prompts": consumed_by(step.store, chosen[stage], "prompts")}
-        return previous_prompts(step)
+        before, had = previous_prompts(step), chosen[stage].upstream if stage in chosen else {}
+        return {n: consumed_by(step.store, chosen[stage], n) if n in had else m for n, m in before.items()}
     found: Upstreams = {}
     for name in STAGES[stage].upstream:
         if name == "policy":

@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 
 from miles_core.config import RunConfig, build
+from miles_core.config.guard import checkpoints_kept
 from miles_core.observe.terminal import bytes_text
 from miles_core.pipeline.stage import Step
 from miles_core.store.forks import forks_of
@@ -24,9 +25,7 @@ _PASSED: dict[tuple[str, str, Rule], int] = {}
 
 def rules_of(config: RunConfig) -> tuple[Rule, ...]:
     """The retention rules of a configuration."""
-    return rules(
-        full_checkpoints=config.run.keep_full_checkpoints, latents_iterations=config.run.keep_latents_iterations
-    )
+    return rules(full_checkpoints=checkpoints_kept(config), latents_iterations=config.run.keep_latents_iterations)
 
 
 def retain(step: Step) -> None:

@@ -8,7 +8,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from miles_core.config.guard import actions_of
+from miles_core.data.sample import Sample
 from miles_core.errors import StageError
+from miles_core.observe.health import grid_of
+from miles_core.observe.metrics import mean_and_std
 from miles_core.pipeline.feed import RolloutFeed, UpstreamFailed
 from miles_core.pipeline.stage import (
     Outcome,
@@ -20,7 +24,7 @@ from miles_core.pipeline.stage import (
     stage_fingerprint,
     why,
 )
-from miles_core.rewards.rm_types import rm_types_of
+from miles_core.rewards.rm_types import metadata_of
 from miles_core.runtime.faults import fault_point
 from miles_core.runtime.roster import reason_of
 from miles_core.store.digest import ROW_DIGEST
@@ -50,7 +54,7 @@ def score_behind(step: Step, feed: RolloutFeed) -> Outcome:
     attempt = step.store.open_attempt("rewards", step.iteration, wanted, {}, resumable=True)
     fault_point("rewards:start")
     try:
-        scoring = Scoring(step, attempt, prompts)
+        scoring = Scoring(step, attempt, _metadata(step, prompts), prompts.rows)
         for part in parts:
             scoring.put(part)
         while feed.manifest is None:
@@ -60,7 +64,7 @@ def score_behind(step: Step, feed: RolloutFeed) -> Outcome:
             scoring.poll()
         rollout = feed.manifest
         scoring.check(rollout)
-        product = scoring.finish()
+        product = scoring.finish(rollout)
     except UpstreamFailed:
         raise
     except Exception:
@@ -70,6 +74,25 @@ def score_behind(step: Step, feed: RolloutFeed) -> Outcome:
         raise
     manifest = commit_stage(step, attempt, {"rollout": rollout}, product, started)
     return Outcome(manifest, False, reason, time.time() - started)
+
+
+def score_wave(step: Step, attempt: Attempt, groups: list[list[Sample]], feed: RolloutFeed) -> dict[int, float]:
+    """Rewards by sample of the groups of a wave, scored into an attempt as their parts come through `feed`."""
+    samples = {sample.index: dict(sample.metadata) for group in groups for sample in group}
+    scoring = Scoring(step, attempt, samples, len(samples))
+    while not feed.ended:
+        landed = feed.next(timeout=0.05)
+        if landed:
+            scoring.put(landed)
+        scoring.poll()
+    scoring.wait()
+    tables = [read_table(step.store.files, part, ["sample_index", "reward"]) for part in scoring.done]
+    return {row["sample_index"]: row["reward"] for table in tables for row in table.to_pylist()}
+
+
+def _metadata(step: Step, prompts: Manifest) -> dict[int, dict[str, Any]]:
+    columns = ["sample_index", "metadata"]
+    return metadata_of(pa.concat_tables([read_table(step.store.files, p, columns) for p in prompts.data]))
 
 
 def _unused(step: Step, attempt: Attempt, upstream: dict[str, Manifest]) -> Product:
@@ -89,11 +112,12 @@ class Sent:
 class Scoring:
     """The scorers at work on one iteration's parts: least outstanding first, kept parts not scored again."""
 
-    def __init__(self, step: Step, attempt: Attempt, prompts: Manifest) -> None:
+    def __init__(self, step: Step, attempt: Attempt, metadata: dict[int, dict[str, Any]], total: int) -> None:
         self.step, self.attempt = step, attempt
         self.files = step.store.files
-        self.rm_types = rm_types_of(pa.concat_tables([read_table(self.files, p) for p in prompts.data]))
-        self.total = prompts.rows
+        # Once for all parts: a call copies its arguments.
+        self.metadata = step.workers.ray.put(metadata)
+        self.total = total
         self.kept = self._kept()
         self.names = set(self.files.list(attempt.path("data")))
         self.done: list[Part] = []
@@ -153,13 +177,18 @@ class Scoring:
         if time.monotonic() - self.moved > self.step.workers.seconds:
             self._replace_silent()
 
-    def finish(self) -> Product:
-        """Wait for the last parts."""
+    def wait(self) -> None:
+        """Until the last part is scored."""
         while self.pending:
             self.poll(timeout=1.0)
+
+    def finish(self, rollout: Manifest) -> Product:
+        """Wait for the last parts. The figures are of the rewards and, for the guard, of the rollout's images."""
+        grid = {} if actions_of(self.step.config)["grid"] == "off" else grid_of(self.files, rollout)
+        self.wait()
         scores = [f"score_{name}" for name in self.step.inputs.components]
         tables = [read_table(self.files, part, ["reward", *scores]) for part in self.done]
-        return Product(self.done, summary_of(pa.concat_tables(tables)))
+        return Product(self.done, summary_of(pa.concat_tables(tables)) | grid)
 
     def _send(self, part: Part, tries: int) -> None:
         scorers = self.step.workers.scorers(self.step.config, self.step.inputs)
@@ -167,7 +196,7 @@ class Scoring:
         worker = min(range(len(scorers)), key=lambda i: (self.outstanding[i], (i + tries) % len(scorers)))
         components = list(self.step.inputs.components)
         actor = scorers[worker]
-        reference = actor.call("score", self.files, part, self._free_name(part), components, self.rm_types)
+        reference = actor.call("score", self.files, part, self._free_name(part), components, self.metadata)
         self.outstanding[worker] += 1
         if not self.pending:
             self.moved = time.monotonic()
@@ -221,9 +250,11 @@ def summary_of(table: pa.Table) -> dict[str, Any]:
     each scored."""
     columns = {name: [v for v in table.column(name).to_pylist() if v is not None] for name in table.column_names}
     rewards = columns.pop("reward")
+    mean, spread = mean_and_std(rewards)
     return {
         "samples": len(rewards),
-        "reward_mean": math.fsum(rewards) / len(rewards),
+        "reward_mean": mean,
+        "reward_std": spread,
         "reward_min": min(rewards),
         "reward_max": max(rewards),
         "score_means": {n.removeprefix("score_"): math.fsum(v) / len(v) for n, v in columns.items() if v},

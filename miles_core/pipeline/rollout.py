@@ -1,10 +1,11 @@
 """rollout: microgroups to the engines under the policy in force, a part per microgroup as it lands."""
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from miles_core.config.folders import own_args
 from miles_core.data.data_source import table_to_samples
 from miles_core.data.sample import Sample
 from miles_core.errors import StageError
@@ -15,16 +16,20 @@ from miles_core.rollout.microgroup import Microgroup, difference
 from miles_core.rollout.rollout_function import GENERATOR, generate_rollout
 from miles_core.runtime.faults import fault_point
 from miles_core.store.digest import ROW_DIGEST
+from miles_core.store.manifest import Manifest
 from miles_core.store.parts import Part, inspect_table, read_table
 from miles_core.store.run_store import Attempt
 from miles_core.weights.probe_spec import ProbeSpec
+
+if TYPE_CHECKING:
+    from miles_core.rollout.dispatch import Dispatcher
 
 PROBE = "probe.safetensors"
 _PART = re.compile(r"\d{8}-\d+\.parquet")
 
 
 class CommittedPrompts:
-    """The committed prompts as the data source of a rollout function."""
+    """Drawn prompts as the data source of a rollout function."""
 
     def __init__(self, groups: list[list[Sample]]) -> None:
         self.groups = groups
@@ -66,13 +71,33 @@ def _fingerprints(upstream: Upstreams) -> dict[str, str]:
 
 
 def _compute(step: Step, attempt: Attempt, upstream: Upstreams, feed: RolloutFeed) -> Product:
+    table = pa.concat_tables([read_table(step.store.files, part) for part in upstream["prompts"].data])
+    dispatcher = make_groups(step, attempt, upstream["policy"], table_to_samples(table), feed)
+    probe = _probe(step, attempt, upstream)
+    made = list(dispatcher.made.values())
+    summary = {
+        "samples": table.num_rows,
+        "kept_microgroups": len(dispatcher.kept),
+        "policy_digest": dispatcher.digest,
+        "policy_version": dispatcher.version,
+    } | ({"in_waves": True} if step.config.in_waves else {})
+    parts = [part for m in made for part in (m.data, m.latents)]
+    return Product([*parts, *dispatcher.conditioning.values(), probe], summary)
+
+
+def make_groups(
+    step: Step, attempt: Attempt, policy: Manifest, groups: list[list[Sample]], feed: RolloutFeed
+) -> "Dispatcher":
+    """Generate groups into an attempt; what an earlier try left of them whole is kept. Each part goes to `feed`.
+
+    Raises StageError unless every sample was made.
+    """
     from miles_core.rollout.dispatch import Dispatcher
 
     # What an earlier command left may still write: it is ended before anything is looked at.
     step.workers.connect()
-    files, policy, size = step.store.files, upstream["policy"], step.config.rollout.rollout_microgroup_size
-    table = pa.concat_tables([read_table(files, part) for part in upstream["prompts"].data])
-    groups = table_to_samples(table)
+    files, size = step.store.files, step.config.rollout.rollout_microgroup_size
+    total = sum(map(len, groups))
     existing = _existing(step, attempt)
     conditioning = _kept_conditioning(step, attempt)
     landed: list[Microgroup] = []
@@ -80,7 +105,7 @@ def _compute(step: Step, attempt: Attempt, upstream: Upstreams, feed: RolloutFee
     def land(number: int, made: Microgroup) -> None:
         landed.append(made)
         feed.put(made.data)
-        step.progress("rollout", sum(m.rows for m in landed), table.num_rows)
+        step.progress("rollout", sum(m.rows for m in landed), total)
         fault_point("rollout:landed")
 
     def name_parts(number: int) -> tuple[str, str]:
@@ -101,26 +126,20 @@ def _compute(step: Step, attempt: Attempt, upstream: Upstreams, feed: RolloutFee
     )
     dispatcher.conditioning |= conditioning
     dispatcher.load_policy()
-    probe = _probe(step, attempt, upstream)
+    args = own_args(step.config)
+    # Prompts that were drawn in several waves are more than those of one.
+    args.over_sampling_batch_size = len(groups)
     token = GENERATOR.set(dispatcher)
     try:
-        generate_rollout(step.config.args(), step.iteration, CommittedPrompts(groups))
+        generate_rollout(args, step.iteration, CommittedPrompts(groups))
     except* Exception as failures:
         raise _first(failures) from None
     finally:
         GENERATOR.reset(token)
-    made = list(dispatcher.made.values())
-    rows = sum(m.rows for m in made)
-    if rows != table.num_rows:
-        raise StageError(f"the rollout made {rows} of {table.num_rows} samples; run the same command again to resume")
-    summary = {
-        "samples": rows,
-        "kept_microgroups": len(dispatcher.kept),
-        "policy_digest": dispatcher.digest,
-        "policy_version": dispatcher.version,
-    }
-    parts = [part for m in made for part in (m.data, m.latents)]
-    return Product([*parts, *dispatcher.conditioning.values(), probe], summary)
+    rows = sum(m.rows for m in dispatcher.made.values())
+    if rows != total:
+        raise StageError(f"the rollout made {rows} of {total} samples; run the same command again to resume")
+    return dispatcher
 
 
 def _first(failures: BaseExceptionGroup) -> BaseException:
@@ -152,24 +171,32 @@ def _kept(
     size: int,
     conditioning: dict[str, Part],
 ) -> dict[int, Microgroup]:
-    """Microgroups that an earlier try of this attempt left whole: rows, their own latents, and their conditioning."""
-    wanted = {s.index // size for group in groups for s in group}
+    """Microgroups that an earlier try of this attempt left whole: rows of these samples, their own latents, and their
+    conditioning."""
+    wanted: dict[int, list[tuple[int, str, int]]] = {}
+    for sample in (s for group in groups for s in group):
+        wanted.setdefault(sample.index // size, []).append((sample.index, sample.prompt, sample.seed))
     kept: dict[int, Microgroup] = {}
     for name in existing:
         number = int(name.split("-")[0])
         if number in wanted and number not in kept:
-            whole = _whole(step, attempt, name, set(conditioning))
-            if whole and whole.rows == size:
+            whole = _whole(step, attempt, name, set(conditioning), wanted[number])
+            if whole:
                 kept[number] = whole
     return kept
 
 
-def _whole(step: Step, attempt: Attempt, name: str, conditioning: set[str]) -> Microgroup | None:
+def _whole(
+    step: Step, attempt: Attempt, name: str, conditioning: set[str], wanted: list[tuple[int, str, int]]
+) -> Microgroup | None:
     files, paths = step.store.files, [attempt.path(f"{folder}/{name}") for folder in ("data", "latents")]
     data, latents = (inspect_table(files, path) if files.exists(path) else None for path in paths)
     if data is None or latents is None:
         return None
-    rows = read_table(files, data, ["sample_index", "conditioning_id", "latents_digest"])
+    rows = read_table(files, data, ["sample_index", "prompt", "seed", "conditioning_id", "latents_digest"])
+    samples = [(row["sample_index"], row["prompt"], row["seed"]) for row in rows.to_pylist()]
+    if samples != wanted:
+        return None
     described = set(rows.column("conditioning_id").to_pylist()) <= conditioning
     if not described or difference(rows, read_table(files, latents, ["sample_index", ROW_DIGEST])):
         return None

@@ -10,7 +10,7 @@ from miles_core.config import FIELDS, RunConfig, affects, build, by_content, fla
 from miles_core.config.folders import artifact_root, local_path
 from miles_core.data.prompts import PROMPT_SETS, named_set
 from miles_core.errors import InputError
-from miles_core.families.resolve import TINY_SD3
+from miles_core.families.resolve import PACKAGED
 from miles_core.pipeline.inputs import Inputs, resolve_inputs
 from miles_core.pipeline.stage import library_versions, versions_told
 from miles_core.store.digest import sha256_hex
@@ -40,7 +40,7 @@ def meaning_of(config: RunConfig, inputs: Inputs) -> dict[str, Any]:
     """
     flat = config.flat()
     trained = (name for name in FIELDS if set(affects(name)) - {"evaluation"})
-    fields = {name: flat[name] for name in trained if not by_content(name)}
+    fields = {name: None if name in config.idle else flat[name] for name in trained if not by_content(name)}
     plain = {name: list(v) if isinstance(v, tuple) else v for name, v in fields.items()}
     return {"fields": plain, "inputs": inputs.all()}
 
@@ -102,9 +102,12 @@ def absolute(config: RunConfig) -> RunConfig:
         if not by_content(name) or is_code(name) or not value:
             continue
         words, path = named_set(value) if name == "eval_prompt_data" else ("", value)
-        if path not in PROMPT_SETS and path != TINY_SD3:
+        if path not in PROMPT_SETS and path not in PACKAGED:
             path = str(local_path(path, flag(name)))
         changes[name] = f"{words} {path}".strip()
+    for name in ("wandb_dir", "tensorboard_dir"):
+        if (folder := config.flat()[name]) and "://" not in folder:
+            changes[name] = str(local_path(folder, flag(name)))
     return config.replace(**changes)
 
 
@@ -164,7 +167,7 @@ def open_run(name: str, root: str | None = None) -> tuple[RunStore, RunConfig]:
     if record is None:
         raise InputError(f"there is no run {name} under {files.root}: `miles runs` lists those there are")
     config = build(record["config"])
-    if config.run.code_path is None and any(is_code(name) and config.flat()[name] for name in FIELDS):
+    if config.run.code_path is None and config.own_code:
         # The user's functions are those that it was begun with, wherever this command is given.
         config = config.replace(code_path=record.get("code_path"))
     return store, config

@@ -175,12 +175,21 @@ def run_stage(step: Step, stage: StageName, upstream: Upstreams, compute: Comput
         return Outcome(found, True, "same fingerprint, same inputs" + told, time.time() - started)
     reason = why(step, stage, upstream)
     wanted = stage_fingerprint(step, stage, {n: m.fingerprint for n, m in upstream.items()})
-    attempt = step.store.open_attempt(stage, step.iteration, wanted, upstream, resumable=stage in RESUMABLE)
+    known = begun_with(step, stage, upstream)
+    attempt = step.store.open_attempt(stage, step.iteration, wanted, known, resumable=stage in RESUMABLE)
     fault_point(f"{stage}:start")
     with checked_on_failure(step, upstream):
         product = compute(step, attempt, upstream)
     manifest = commit_stage(step, attempt, upstream, product, started)
     return Outcome(manifest, False, reason, time.time() - started)
+
+
+def begun_with(step: Step, stage: StageName, upstream: Upstreams) -> Upstreams:
+    """What a stage's attempt says that it was begun with: what was committed when its first part was made. In waves a rollout
+    begins before its prompts are."""
+    if stage == "rollout" and step.config.in_waves:
+        return {"policy": upstream["policy"]}
+    return upstream
 
 
 @contextlib.contextmanager

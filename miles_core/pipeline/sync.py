@@ -13,12 +13,12 @@ from miles_core.store.manifest import Manifest
 from miles_core.store.parts import write_table
 from miles_core.store.run_store import Attempt
 from miles_core.store.schemas import SYNC
+from miles_core.weights.probe_spec import probe_tolerance
 
 
 def push(step: Step, attempt: Attempt, upstream: Upstreams) -> Product:
     """Push to all engines at once and prove each. Raises StageError where an engine does not hold the policy."""
     from miles_core.rollout.dispatch import push as push_to
-    from miles_core.weights.verify import probe_tolerance
 
     update = upstream["update"]
     workers, files = step.workers, step.store.files

@@ -6,9 +6,12 @@ from miles_core.pipeline.policy import adapter_of
 from miles_core.pipeline.replay import with_checkpoint, with_latents
 from miles_core.pipeline.rollout import PROBE
 from miles_core.pipeline.stage import Product, Step, Upstreams
+from miles_core.pipeline.train_data import TRAIN_DATA
 from miles_core.store.manifest import Manifest
 from miles_core.store.parts import Part, read_table
 from miles_core.store.run_store import Attempt
+from miles_core.store.schemas import OWN_METRIC, UPDATE
+from miles_core.training.agreement import told
 
 
 def train(step: Step, attempt: Attempt, upstream: Upstreams) -> Product:
@@ -36,6 +39,7 @@ def optimize(step: Step, attempt: Attempt, upstream: Upstreams) -> Product:
         latents=list(rollout.latents),
         conditioning=list(rollout.under("conditioning/")),
         advantages=list(upstream["advantages"].data),
+        train_data=list(upstream["advantages"].under(TRAIN_DATA)),
         policy_parts=list(policy.under("checkpoint/") + policy.under("adapter/")),
         policy_digest=policy.summary["policy_digest"],
         probe=rollout.under(PROBE)[0],
@@ -57,8 +61,6 @@ def optimize(step: Step, attempt: Attempt, upstream: Upstreams) -> Product:
 
 
 def _warn(step: Step, mismatch: float) -> None:
-    from miles_core.training.alignment import told
-
     algorithm = step.config.algorithm
     said = told(mismatch, algorithm.diffusion_clip_range, recompute=algorithm.diffusion_recompute_old_log_prob)
     if said and algorithm.alignment_gate == "warn":
@@ -84,6 +86,14 @@ def _steps_before(step: Step, policy: Manifest) -> int:
 
 
 def _figures(steps: list[dict[str, Any]]) -> dict[str, float]:
-    """Means over the iteration's optimizer steps, for people."""
+    """Means over the iteration's optimizer steps, for people; a user's own metrics as metric_<name>."""
     names = ("loss", "policy_loss", "kl_loss", "grad_norm", "clip_frac", "log_prob_mean_abs_diff", "lr")
-    return {name: sum(float(s[name]) for s in steps) / len(steps) for name in names} | {"steps": len(steps)}
+    own = sorted({name for step in steps for name in step} - {*UPDATE.names})
+    means = {name: _mean([s.get(name) for s in steps]) for name in (*names, *own)}
+    told = {(f"{OWN_METRIC}{n}" if n in own else n): mean for n, mean in means.items() if mean is not None}
+    return told | {"steps": len(steps)}
+
+
+def _mean(values: list[float | None]) -> float | None:
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) / len(numbers) if numbers else None

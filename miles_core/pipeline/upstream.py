@@ -7,8 +7,9 @@ from miles_core.store.stages import StageName
 
 
 def previous_prompts(step: Step) -> Upstreams:
-    """Upstream of prompts: the previous iteration's, none for the first."""
-    return {} if step.iteration == 0 else {"prompts": line(step, "prompts", step.iteration - 1)}
+    """Upstream of prompts: the previous iteration's, none for the first; in waves also the policy that they are chosen by."""
+    before = {} if step.iteration == 0 else {"prompts": line(step, "prompts", step.iteration - 1)}
+    return before | ({"policy": policy_in_force(step)} if step.config.in_waves else {})
 
 
 def policy_in_force(step: Step) -> Manifest:

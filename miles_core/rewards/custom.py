@@ -8,8 +8,8 @@ from typing import Any
 
 from miles_core.data.sample import Sample
 from miles_core.errors import StageError
-from miles_core.rewards.rm_hub import Score, with_retries
 from miles_core.rewards.rm_types import CUSTOM
+from miles_core.rewards.scores import Score, with_retries
 from miles_core.user_code import hook_digest, load_hook
 
 _OPTION = "custom_rm_path"

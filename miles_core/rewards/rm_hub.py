@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,25 +17,13 @@ from miles_core.rewards.ocr import OcrReader, ocr_reward
 from miles_core.rewards.ocr_models import OcrDirs
 from miles_core.rewards.pickscore_models import PickFolders
 from miles_core.rewards.quoted import quoted_target, target_fault
+from miles_core.rewards.remote import REMOTE, RemoteReward
 from miles_core.rewards.rm_types import RM_TYPES
+from miles_core.rewards.scores import Score, rgb_hwc_uint8, with_retries
+from miles_core.rewards.several import alone, together, weights_of
 
 if TYPE_CHECKING:
     from miles_core.rewards.pickscore import PickScorer
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Score:
-    """A sample's score and how it came about; `seconds` of all tries together."""
-
-    reward: float
-    rm_type: str
-    rm_version: str
-    recognized: str | None = None
-    target: str | None = None
-    tries: int = 1
-    seconds: float = 0.0
 
 
 class Scorers:
@@ -54,6 +42,7 @@ class Scorers:
         self.pickscore, self.device = pickscore, device
         self._reader: OcrReader | None = None
         self._picker: PickScorer | None = None
+        self._remote: RemoteReward | None = None
 
     def warm_up(self) -> None:
         """Load what is given: OCR, which then reads one blank image, and PickScore."""
@@ -87,6 +76,12 @@ class Scorers:
             self._picker = PickScorer(self.pickscore, self.device)
         return self._picker
 
+    def remote(self, args: Any) -> RemoteReward:
+        """The process's way to the reward service, made once. Raises InputError where args.rm_url is none."""
+        if self._remote is None:
+            self._remote = RemoteReward(args)
+        return self._remote
+
     def pick_scores(self, images: Sequence[np.ndarray], prompts: Sequence[str]) -> list[Score]:
         """PickScores of (H, W, 3) uint8 images, each with its own prompt, as one batch."""
         picker = self.load_pickscore()
@@ -109,7 +104,8 @@ class Scorers:
 
 
 async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> list[float]:
-    """A reward per sample, in order; each by its metadata's rm_type, or args.rm_type.
+    """A reward per sample, in order; each by its metadata's rm_type, or args.rm_type, or the weighted sum of args.rm_types
+    whatever its metadata says.
 
     kwargs: `scorers`, the process's Scorers; `scores`, optionally a dict that receives each sample's Score by
     its index. A failed score is tried args.reward_max_retries times more. Raises StageError that names the
@@ -117,12 +113,23 @@ async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> l
     """
     scorers: Scorers = kwargs["scorers"]
     scores: dict[int, Score] = kwargs.get("scores", {})
+    if weights := weights_of(args):
+        each: dict[str, dict[int, Score]] = {name: {} for name in weights}
+        bare = [replace(sample, metadata=sample.metadata | {"rm_type": None}) for sample in samples]
+        for name, some in each.items():
+            await batched_async_rm(alone(args, name), bare, scorers=scorers, scores=some)
+        for sample in samples:
+            scores[sample.index] = together({name: some[sample.index] for name, some in each.items()}, weights)
+        return [scores[sample.index].reward for sample in samples]
     picked = [sample for sample in samples if (sample.rm_type or args.rm_type) == "pickscore"]
     size = getattr(args, "pickscore_batch_size", 8)
     for first in range(0, len(picked), size):
         batch = picked[first : first + size]
         found = await asyncio.to_thread(pick_batch, args, batch, scorers)
         scores |= {sample.index: score for sample, score in zip(batch, found, strict=True)}
+    if sent := [sample for sample in samples if (sample.rm_type or args.rm_type) == REMOTE]:
+        found = await asyncio.to_thread(scorers.remote(args).scores, sent)
+        scores |= {sample.index: score for sample, score in zip(sent, found, strict=True)}
     for sample in samples:
         if sample.index not in scores:
             scores[sample.index] = await asyncio.to_thread(score_sample, args, sample, scorers)
@@ -145,11 +152,16 @@ def pick_batch(args: Any, samples: list[Sample], scorers: Scorers) -> list[Score
 
 def score_sample(args: Any, sample: Sample, scorers: Scorers) -> Score:
     """One sample's Score. Raises StageError that names sample, rm_type, tries and cause."""
+    if weights := weights_of(args):
+        bare = replace(sample, metadata=sample.metadata | {"rm_type": None})
+        return together({name: score_sample(alone(args, name), bare, scorers) for name in weights}, weights)
     rm_type = sample.rm_type or args.rm_type
     if rm_type is None:
         raise StageError(f"sample {sample.index} names no rm_type and the run has none: give --rm-type")
     if rm_type not in RM_TYPES:
         raise StageError(f"sample {sample.index} has the unknown rm_type {rm_type!r}: choose {', '.join(RM_TYPES)}")
+    if rm_type == REMOTE:
+        return scorers.remote(args).scores([sample])[0]
     if rm_type == "ocr":
         if fault := target_fault(sample.prompt):
             raise StageError(f"the prompt of sample {sample.index} {fault}")
@@ -164,28 +176,3 @@ def score_sample(args: Any, sample: Sample, scorers: Scorers) -> Score:
     return Score(
         score.reward, rm_type, score.rm_version, score.recognized, score.target, tries, time.perf_counter() - started
     )
-
-
-def with_retries(call: Callable[[], T], max_retries: int, what: str) -> tuple[T, int]:
-    """(what it returned, tries). Raises StageError, with `what`, the tries and the last cause, once all tries failed."""
-    tries = 0
-    while True:
-        tries += 1
-        try:
-            return call(), tries
-        except Exception as fault:  # a scorer may raise anything; none of it may become a number
-            if tries > max_retries:
-                raise StageError(f"{what} in each of {tries} tries: {type(fault).__name__}: {fault}") from fault
-
-
-def rgb_hwc_uint8(sample: Sample) -> np.ndarray:
-    """(H, W, 3) uint8 of a sample's generated_output, (3, H, W) float in [0, 1]."""
-    pixels = np.asarray(sample.generated_output, dtype=np.float32).transpose(1, 2, 0)
-    if not np.isfinite(pixels).all():
-        raise StageError(f"the image of sample {sample.index} holds values that are not finite")
-    return np.round(np.clip(pixels, 0, 1) * 255).astype(np.uint8)
-
-
-def rgb_frames(sample: Sample) -> list[np.ndarray]:
-    """The frames of a sample as (H, W, 3) uint8: one for an image."""
-    return [rgb_hwc_uint8(sample)]

@@ -1,29 +1,28 @@
 """Names of the scorers, and which scorer a sample gets."""
 
+import json
 from collections.abc import Iterable
+from typing import Any
 
 import pyarrow as pa
 
 from miles_core.errors import InputError
 
-RM_TYPES = ("pickscore", "ocr", "jpeg_compressibility", "jpeg_incompressibility")
+RM_TYPES = ("pickscore", "ocr", "remote_rm", "jpeg_compressibility", "jpeg_incompressibility")
 # What a user's own function gives (--custom-rm-path), in the place of all others.
 CUSTOM = "custom"
-NOT_YET = ("remote_rm",)
 
 
 def check_rm_type(name: object, where: str) -> None:
     """Raises InputError unless `name` is a scorer; `where` begins the sentence."""
-    if name in NOT_YET:
-        raise InputError(f"{where}: rm_type {name} is not there yet: choose {', '.join(RM_TYPES)}")
     if name not in RM_TYPES:
         raise InputError(f"{where}: unknown rm_type {name!r}: choose {', '.join(RM_TYPES)}")
 
 
-def rm_types_of(prompts: pa.Table) -> dict[int, str | None]:
-    """sample_index -> the scorer that the sample's own metadata names, from a prompts table; None: the run's."""
-    indices, names = prompts.column("sample_index").to_pylist(), prompts.column("rm_type").to_pylist()
-    return dict(zip(indices, names, strict=True))
+def metadata_of(prompts: pa.Table) -> dict[int, dict[str, Any]]:
+    """sample_index -> the sample's own metadata, from a prompts table."""
+    indices, texts = prompts.column("sample_index").to_pylist(), prompts.column("metadata").to_pylist()
+    return {index: json.loads(text) for index, text in zip(indices, texts, strict=True)}
 
 
 def components_of(rm_type: str | None, overrides: Iterable[str | None]) -> list[str]:

@@ -17,7 +17,8 @@ from miles_core.errors import StageError
 from miles_core.rewards.custom import CustomReward
 from miles_core.rewards.ocr_models import OcrDirs
 from miles_core.rewards.pickscore_models import PickFolders
-from miles_core.rewards.rm_hub import Score, Scorers, batched_async_rm
+from miles_core.rewards.rm_hub import Scorers, batched_async_rm
+from miles_core.rewards.scores import Score
 from miles_core.store.digest import ROW_DIGEST
 from miles_core.store.files import Files
 from miles_core.store.parts import Part, read_table, write_table
@@ -58,12 +59,12 @@ class RewardWorker:
         rollout_part: Part,
         out_path: str,
         components: list[str],
-        rm_types: Mapping[int, str | None],
+        metadata: Mapping[int, Mapping[str, Any] | None],
     ) -> Part:
         """Score a rollout part's rows, in order, and write them as one rewards part at `out_path`.
 
-        components: the scorers of the run, one column each. rm_types: sample_index -> the scorer its own
-        metadata names, or None, for every sample of the part. Raises StageError that names the sample, and
+        components: the scorers of the run, one column each. metadata: sample_index -> the metadata of its prompt, or
+        None, for every sample of the part. Raises StageError that names the sample, and
         writes nothing, where a sample cannot be scored; DamagedError where the rollout part is damaged;
         FileExistsError where `out_path` is taken.
         """
@@ -73,7 +74,7 @@ class RewardWorker:
             "group_index": [row["group_index"] for row in rows],
             "rollout_digest": [row[ROW_DIGEST] for row in rows],
         }
-        columns |= self._scored([_sample(row, rm_types) for row in rows], rollout_part.path, components)
+        columns |= self._scored([_sample(row, metadata) for row in rows], rollout_part.path, components)
         return write_table(files, out_path, pa.table(columns, schema=rewards_schema(components)))
 
     def score_evaluation(
@@ -82,14 +83,14 @@ class RewardWorker:
         made: pa.Table,
         out_path: str,
         components: list[str],
-        rm_types: Mapping[int, str | None],
+        metadata: Mapping[int, Mapping[str, Any] | None],
     ) -> Part:
         """Score what an evaluation's request made (schema EVALUATED) and write both as one part at `out_path`.
 
         Arguments and errors as in `score`.
         """
         rows = made.select(["sample_index", "prompt_index", "prompt", "seed", "image"]).to_pylist()
-        samples = [_sample(row | {"group_index": row["prompt_index"]}, rm_types) for row in rows]
+        samples = [_sample(row | {"group_index": row["prompt_index"]}, metadata) for row in rows]
         scored = self._scored(samples, out_path, components)
         scored["score_seconds"] = scored.pop("seconds")
         columns = {name: made.column(name) for name in made.column_names} | scored
@@ -112,7 +113,7 @@ class RewardWorker:
             "reward": rewards,
             "rm_type": [s.rm_type for s in ordered],
             "rm_version": [s.rm_version for s in ordered],
-            **{f"score_{c}": [s.reward if s.rm_type == c else None for s in ordered] for c in components},
+            **{f"score_{c}": [s.component(c) for s in ordered] for c in components},
             "recognized": [s.recognized for s in ordered],
             "target": [s.target for s in ordered],
             "tries": [s.tries for s in ordered],
@@ -131,17 +132,16 @@ def decode_png(data: bytes | None, sample_index: int) -> torch.Tensor:
     return torch.from_numpy(pixels.transpose(2, 0, 1).astype(np.float32) / 255)
 
 
-def _sample(row: dict[str, Any], rm_types: Mapping[int, str | None]) -> Sample:
+def _sample(row: dict[str, Any], metadata: Mapping[int, Mapping[str, Any] | None]) -> Sample:
     index = row["sample_index"]
-    if index not in rm_types:
+    if index not in metadata:
         raise StageError(f"sample {index} of the rollout is not among the prompts: its rm_type is not known")
-    rm_type = rm_types[index]
     return Sample(
         group_index=row["group_index"],
         index=index,
         prompt=row["prompt"],
         seed=row["seed"],
-        metadata={"rm_type": rm_type} if rm_type else {},
+        metadata=dict(metadata[index] or {}),
         generated_output=decode_png(row["image"]["bytes"], index),
     )
 
@@ -149,7 +149,7 @@ def _sample(row: dict[str, Any], rm_types: Mapping[int, str | None]) -> Sample:
 def _check(sample: Sample, reward: float, score: Score, components: list[str]) -> None:
     if not math.isfinite(reward):
         raise StageError(f"rm_type {score.rm_type} gave sample {sample.index} the reward {reward}, which is not finite")
-    if score.rm_type not in components:
+    if not score.scorers() <= set(components):
         raise StageError(
             f"sample {sample.index} has rm_type {score.rm_type}, not among the run's {', '.join(components)}"
         )

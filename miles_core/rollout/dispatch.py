@@ -10,8 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from miles_core.data.sample import Sample
 from miles_core.errors import StageError, StoreError
-from miles_core.rollout.microgroup import Microgroup
-from miles_core.rollout.parsing import conditioning_id
+from miles_core.rollout.microgroup import Microgroup, conditioning_id
 from miles_core.rollout.protocol import GenerateRequest, SyncReply
 from miles_core.runtime.roster import ProcessDied, reason_of
 from miles_core.runtime.workers import Workers

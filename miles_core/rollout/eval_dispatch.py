@@ -59,7 +59,7 @@ class EvaluationDispatch(EngineDispatch[Part]):
         ray, workers = self.workers.ray, self.workers
         scorers = await asyncio.to_thread(workers.scorers, workers.config, self.evaluated)
         index = number % len(scorers)
-        rm_types = {sample.index: sample.rm_type for sample in microgroup}
+        metadata = {sample.index: sample.metadata for sample in microgroup}
         while True:
             scorer = scorers[index]
             try:
@@ -69,7 +69,7 @@ class EvaluationDispatch(EngineDispatch[Part]):
                     made,
                     self.name_part(number),
                     list(self.evaluated.components),
-                    rm_types,
+                    metadata,
                 )
                 part: Part = await asyncio.wait_for(_wait(call), workers.seconds)
                 return part

@@ -1,12 +1,13 @@
 """A microgroup's two files: its rows, and its trajectories, which can be pruned alone. One stem, one order."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
 
 from miles_core.errors import StageError
-from miles_core.store.digest import ROW_DIGEST
+from miles_core.store.digest import ROW_DIGEST, canonical_json
 from miles_core.store.files import Files
 from miles_core.store.parts import Part, read_table
 
@@ -65,3 +66,8 @@ def difference(rows: pa.Table, latents: pa.Table) -> str | None:
 
 def _name(part: Part) -> str:
     return part.path.rsplit("/", 1)[1]
+
+
+def conditioning_id(prompt: str, negative_prompt: str | None, encoder_digest: str, dtype: str) -> str:
+    """Name of a conditioning, known before it is computed: 16 hex digits."""
+    return hashlib.sha256(canonical_json([prompt, negative_prompt, encoder_digest, dtype])).hexdigest()[:16]

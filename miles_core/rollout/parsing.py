@@ -3,7 +3,6 @@
 Runs in parser processes: tensors go from the engine to Parquet without passing the driver.
 """
 
-import hashlib
 import io
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -17,7 +16,7 @@ from miles_core.errors import StageError
 from miles_core.rollout.microgroup import Microgroup
 from miles_core.rollout.protocol import GeneratedOutput, GenerateRequest, GenerateResult
 from miles_core.runtime.faults import fault_point
-from miles_core.store.digest import ROW_DIGEST, canonical_json, with_row_digests
+from miles_core.store.digest import ROW_DIGEST, with_row_digests
 from miles_core.store.files import Files
 from miles_core.store.parts import Part, remake_table, write_table
 from miles_core.store.schemas import CONDITIONING, EVALUATED, latents_schema, rollout_schema
@@ -186,11 +185,6 @@ def rollout_tables(
     }
     schema = rollout_schema(sde_steps=len(steps), steps=request.num_inference_steps)
     return pa.table([_array(values[field.name], field.type) for field in schema], schema=schema), trajectories
-
-
-def conditioning_id(prompt: str, negative_prompt: str | None, encoder_digest: str, dtype: str) -> str:
-    """Name of a conditioning, known before it is computed: 16 hex digits."""
-    return hashlib.sha256(canonical_json([prompt, negative_prompt, encoder_digest, dtype])).hexdigest()[:16]
 
 
 def conditioning_table(result: GenerateResult, request: GenerateRequest, conditioning_id: str) -> pa.Table:

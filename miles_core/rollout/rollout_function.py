@@ -5,14 +5,17 @@ are called with their arguments.
 """
 
 import asyncio
+import inspect
+from collections.abc import Callable, Coroutine, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from miles_core.data.sample import Sample
-from miles_core.errors import InputError
+from miles_core.errors import StageError
 from miles_core.rollout.protocol import GenerateRequest
 from miles_core.rollout.step_strategies import select_strategy, step_seed
+from miles_core.user_code import own_function
 
 
 @dataclass
@@ -41,21 +44,21 @@ GENERATOR: ContextVar[Generator] = ContextVar("generator")
 def generate_rollout(
     args: Any, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput:
-    """Generate rollout_batch_size groups. Default of --rollout-function-path."""
-    groups = data_source.get_samples(args.rollout_batch_size)
+    """Generate over_sampling_batch_size groups. Default of --rollout-function-path."""
+    groups = data_source.get_samples(args.over_sampling_batch_size)
     asyncio.run(_generate_groups(args, rollout_id, groups, evaluation))
     return RolloutFnTrainOutput(groups)
 
 
 async def _generate_groups(args: Any, rollout_id: int, groups: list[list[Sample]], evaluation: bool) -> None:
     size = args.rollout_microgroup_size
-    seed = step_seed(args.rollout_seed, rollout_id)
+    seed, generate = step_seed(args.rollout_seed, rollout_id), select_generate(args)
     async with asyncio.TaskGroup() as tasks:
         for group in groups:
             for start in range(0, len(group), size):
                 microgroup = group[start : start + size]
                 params = sampling_params(args, microgroup, seed)
-                tasks.create_task(generate_microgroup(args, microgroup, params, evaluation=evaluation))
+                tasks.create_task(generate(args, microgroup, params, evaluation=evaluation))
 
 
 async def generate_microgroup(
@@ -69,12 +72,53 @@ async def generate_microgroup(
     return microgroup
 
 
+def select_generate(args: Any) -> Callable[..., Coroutine[Any, Any, list[Sample]]]:
+    """What generates one microgroup: generate_microgroup, or the user's --custom-generate-function-path, which calls it."""
+    function = own_function("custom_generate_function_path", args)
+    if function is None:
+        return generate_microgroup
+    takes = inspect.signature(function).parameters.values()
+    named = any(p.name == "evaluation" or p.kind is p.VAR_KEYWORD for p in takes)
+    who = f"--custom-generate-function-path {args.custom_generate_function_path}"
+
+    async def generate(
+        args: Any, microgroup: list[Sample], params: dict[str, Any], *, evaluation: bool
+    ) -> list[Sample]:
+        one = _OneMicrogroup(GENERATOR.get(), who, params)
+        GENERATOR.set(one)
+        answer: Any = await function(args, microgroup, params, **({"evaluation": evaluation} if named else {}))
+        if not one.made or not isinstance(answer, list) or len(answer) != len(microgroup):
+            raise StageError(
+                f"{who} returned {len(answer) if isinstance(answer, list) else type(answer).__name__} for {len(microgroup)} "
+                "samples, or generated nothing: await generate_microgroup(args, microgroup, sampling_params) and return its list"
+            )
+        return answer
+
+    return generate
+
+
+class _OneMicrogroup:
+    """The generator that a user's function meets: it makes the microgroup that the function was given."""
+
+    def __init__(self, inner: Generator, who: str, params: Mapping[str, Any]) -> None:
+        self._inner, self._who, self.made = inner, who, False
+        self._fixed = {name: params[name] for name in ("prompt", "seed", "num_outputs")}
+
+    async def generate(self, request: GenerateRequest, microgroup: list[Sample]) -> None:
+        for name, value in self._fixed.items():
+            if getattr(request, name) != value:
+                raise StageError(
+                    f"{self._who} changed {name} from {value!r} to {getattr(request, name)!r}: the store knows its samples by "
+                    "that, leave it"
+                )
+        await self._inner.generate(request, microgroup)
+        self.made = True
+
+
 def sampling_params(args: Any, microgroup: list[Sample], seed: int) -> dict[str, Any]:
     """A request's fields for a microgroup; `seed` keys the step strategy by iteration."""
     first = microgroup[0]
-    steps, returned = select_strategy(args)(args, first, args.diffusion_num_steps, seed)
-    if returned is not None:
-        raise InputError("the step strategy returns return_step_indices, which must be None: return (indices, None)")
+    steps = _sde_steps(args, microgroup, seed)
     guided = args.diffusion_guidance_scale > 1
     return {
         "prompt": first.prompt,
@@ -88,7 +132,33 @@ def sampling_params(args: Any, microgroup: list[Sample], seed: int) -> dict[str,
         "sde_type": args.diffusion_sde_type,
         "noise_level": args.diffusion_noise_level,
         "log_prob_no_const": args.diffusion_log_prob_no_const,
-        "sde_step_indices": None if steps is None else tuple(steps),
+        "sde_step_indices": steps,
         "generator_device": args.diffusion_generator_device,
         "debug": args.diffusion_debug_mode,
     }
+
+
+def _sde_steps(args: Any, microgroup: list[Sample], seed: int) -> tuple[int, ...] | None:
+    """The SDE steps of a request, which are one for its samples. Raises StageError for an answer that is none."""
+    strategy = select_strategy(args)
+    found = {_steps(strategy(args, sample, args.diffusion_num_steps, seed), args) for sample in microgroup}
+    if len(found) > 1:
+        raise StageError(
+            f"--diffusion-step-strategy-path {args.diffusion_step_strategy_path} gives the samples of one microgroup different "
+            "steps: let the seed alone decide, or give --rollout-microgroup-size 1"
+        )
+    return found.pop()
+
+
+def _steps(answer: Any, args: Any) -> tuple[int, ...] | None:
+    last, who = args.diffusion_num_steps - 1, f"--diffusion-step-strategy-path {args.diffusion_step_strategy_path}"
+    if not isinstance(answer, tuple | list) or len(answer) != 2 or answer[1] is not None:
+        raise StageError(f"{who} returned {answer!r}: return (sde_step_indices, None)")
+    if answer[0] is None:
+        return None
+    steps = tuple(int(step) for step in answer[0])
+    if not steps or len(set(steps)) != len(steps) or not all(0 <= step <= last for step in steps):
+        raise StageError(
+            f"{who} returned the steps {list(steps)}: return distinct ones of 0..{last}, one at least, or None for all"
+        )
+    return tuple(sorted(steps))

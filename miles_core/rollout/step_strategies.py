@@ -1,6 +1,6 @@
 """Which denoising steps of a sample are SDE steps and so are trained on.
 
-A strategy depends on `seed` alone, never on the sample. The caller takes it from step_seed once an iteration, so
+A stock strategy depends on `seed` alone, never on the sample. The caller takes it from step_seed once an iteration, so
 that all samples of an iteration share their steps; steps that differ within an iteration make training diverge.
 """
 
@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from miles_core.config.checks import strategy_name
+from miles_core.config.checks import OWN, strategy_name
 from miles_core.errors import InputError
+from miles_core.user_code import own_function
 
 if TYPE_CHECKING:
     from miles_core.data.sample import Sample
@@ -69,13 +70,16 @@ def step_seed(rollout_seed: int, iteration: int) -> int:
 
 
 def select_strategy(args: Any) -> Strategy:
-    """The strategy of --diffusion-step-strategy-path by its short name, sde_window where it is unset.
+    """The strategy of --diffusion-step-strategy-path: a stock one by its short name, sde_window where it is unset, or the
+    user's own, found in args.code_path.
 
-    --diffusion-num-sde-steps 0 means every step. Raises InputError for a name that is no stock strategy.
+    --diffusion-num-sde-steps 0 means every step to the stock ones. Raises InputError for a name that is none of both.
     """
+    name = strategy_name(args.diffusion_step_strategy_path)
+    if name == OWN:
+        return cast(Strategy, own_function("diffusion_step_strategy_path", args))
     if args.diffusion_num_sde_steps == 0:
         return every_step
-    name = strategy_name(args.diffusion_step_strategy_path)
     if name == "sde_window":
         return sde_window
     if name == "epoch_global_random_choice":

@@ -4,7 +4,6 @@ Tensors stay between actors: an engine's result goes to a parser by reference, a
 """
 
 import os
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,7 +15,8 @@ from miles_core.errors import StageError
 from miles_core.rollout.microgroup import Microgroup
 from miles_core.rollout.protocol import Answer, GenerateRequest, SyncReply
 from miles_core.runtime.faults import fault_point
-from miles_core.runtime.fenced import FencedActor, Terms
+from miles_core.runtime.fenced import FencedActor, Terms, loading
+from miles_core.runtime.ports import free_ports
 from miles_core.store.files import Files
 from miles_core.store.parts import Part, read_bytes
 
@@ -38,6 +38,7 @@ class EngineActor(FencedActor):
 
     changes: ClassVar = frozenset({"load_policy"})
 
+    @loading()
     def __init__(
         self, terms: Terms, config: RunConfig, checkpoint: str, family: str, device: str, logs: str = ""
     ) -> None:
@@ -64,7 +65,7 @@ class EngineActor(FencedActor):
 
     def load_policy(self, files: Files, adapter: Part) -> SyncReply:
         """Read the adapter from the store and take it into the model."""
-        from miles_core.weights.packing import to_push
+        from miles_core.weights.adapter_file import to_push
 
         fault_point("sync:push")
         self.held = ""
@@ -87,6 +88,7 @@ class EngineActor(FencedActor):
 class ParserActor(FencedActor):
     """Encodes and writes what the engines return."""
 
+    @loading()
     def __init__(self, terms: Terms) -> None:
         from miles_core.rollout.parsing import ParserWorker
 
@@ -119,6 +121,7 @@ class ParserActor(FencedActor):
 class RewardActor(FencedActor):
     """One scorer process."""
 
+    @loading()
     def __init__(
         self,
         terms: Terms,
@@ -136,16 +139,16 @@ class RewardActor(FencedActor):
         self.worker.warm_up()
 
     def score(
-        self, files: Files, part: Part, path: str, components: list[str], rm_types: dict[int, str | None]
+        self, files: Files, part: Part, path: str, components: list[str], metadata: dict[int, dict[str, Any]]
     ) -> Part:
         fault_point("rewards:score")
-        return self.worker.score(files, part, path, components, rm_types)
+        return self.worker.score(files, part, path, components, metadata)
 
     def score_evaluation(
-        self, files: Files, made: Any, path: str, components: list[str], rm_types: dict[int, str | None]
+        self, files: Files, made: Any, path: str, components: list[str], metadata: dict[int, dict[str, Any]]
     ) -> Part:
         fault_point("evaluation:score")
-        return self.worker.score_evaluation(files, made, path, components, rm_types)
+        return self.worker.score_evaluation(files, made, path, components, metadata)
 
 
 class TrainerActor(FencedActor):
@@ -163,10 +166,9 @@ class TrainerActor(FencedActor):
     def address(self, one_node: bool) -> tuple[str, int]:
         """Where rank 0 can be met: on loopback where the cluster has one node."""
         host = "127.0.0.1" if one_node else ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return host, int(probe.getsockname()[1])
+        return host, free_ports(host=host)[0]
 
+    @loading()
     def start(self, config: RunConfig, checkpoint: str, family: str, **place: Any) -> None:
         """Join the ranks' process group and load the model."""
         from miles_core.training.trainer import TrainerRank

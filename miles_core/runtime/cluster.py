@@ -80,24 +80,42 @@ def _connect(address: str, namespace: str | None, *, own: bool) -> None:
 
     # Workers start in the thread of the task that first needs them; Ray warns about that on the terminal.
     logging.getLogger("ray").setLevel(logging.ERROR)
-    handler = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(
-            address=address,
-            namespace=namespace,
-            log_to_driver=False,
-            logging_level="error",
-            configure_logging=False,
-        )
+        with _own_sigterm():
+            ray.init(
+                address=address,
+                namespace=namespace,
+                log_to_driver=False,
+                logging_level="error",
+                configure_logging=False,
+            )
     except (ConnectionError, ValueError, RuntimeError) as fault:
         if own:
             raise StageError(f"the Ray head at {address} does not answer: {fault}") from fault
         raise InputError(
             f"no Ray cluster answers at RAY_ADDRESS {address}: start one there, or unset RAY_ADDRESS"
         ) from fault
-    if threading.current_thread() is threading.main_thread():
-        # Ray ends the process on SIGTERM before anything is cleaned up.
-        signal.signal(signal.SIGTERM, handler)
+
+
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep this process's own SIGTERM handler over a connection: Ray sets one that exits in the middle of it, which aborts.
+    A signal that comes meanwhile is handled at the end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    import ray._private.utils as of_ray
+
+    came: list[int] = []
+    own, set_by_ray = signal.signal(signal.SIGTERM, lambda number, _: came.append(number)), of_ray.set_sigterm_handler
+    of_ray.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        of_ray.set_sigterm_handler = set_by_ray
+        signal.signal(signal.SIGTERM, own or signal.SIG_DFL)
+        if came:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def end_named_actors(namespace: str) -> int:

@@ -2,7 +2,8 @@
 
 `update:after_step:2:kill9` ends the process that is the second to pass that point, counted over all processes of the
 command, once. `@name` after the point counts one actor alone: `update:after_step@trainer-1:1:hang`. Actions: kill9,
-stop (SIGSTOP), hang, error, slow (5 s) or slow=SECONDS. With `armed` for n it is the next passage after the file
+stop (SIGSTOP), hang, error, slow (5 s) or slow=SECONDS, held (until <point>.go lies in the folder that MILES_FAULT_COUNTS
+names, 10 minutes at most). With `armed` for n it is the next passage after the file
 <point>.armed (a dash for the colon) lies in the folder that MILES_FAULT_COUNTS names; it is then called .reached.
 """
 
@@ -30,6 +31,9 @@ BOUNDARIES = {
     "end": "the command: the line names the attempt",
 }
 INSIDE = {
+    "prompts:wave_drawn": "the command: a wave was drawn, nothing of it generated",
+    "prompts:wave_scored": "the command: a wave was scored, the filter not asked",
+    "prompts:wave_end": "the command: a wave's groups are counted",
     "rollout:landed": "the command: a microgroup's part was told of",
     "rollout:generate": "an engine: before it generates",
     "rollout:write": "a parser: before it writes",
@@ -43,11 +47,13 @@ INSIDE = {
     "sync:pushed": "an engine: after it took a policy",
     "evaluation:landed": "the command: a microgroup's part was told of",
     "evaluation:score": "a scorer: before it scores a microgroup",
+    "logging:start": "the command: all is committed, nothing of it logged",
+    "logging:sent": "the command: it went somewhere, and logged.json does not say so yet",
 }
 POINTS = {f"{stage}:{name}": doc for stage in STAGES for name, doc in BOUNDARIES.items()}
 POINTS |= INSIDE
 _PASSAGE = re.compile(r"armed|[1-9]\d*")
-_ACTION = re.compile(r"kill9|stop|hang|error|slow(=\d+(\.\d+)?)?")
+_ACTION = re.compile(r"kill9|stop|hang|error|held|slow(=\d+(\.\d+)?)?")
 
 
 class FaultInjected(StageError):
@@ -148,5 +154,9 @@ def _act(fault: Fault) -> None:
         time.sleep(10**7)
     elif fault.action == "error":
         raise FaultInjected(f"{fault.point} failed because {VARIABLE} asks for it")
+    elif fault.action == "held":
+        go, started = Path(os.environ[_COUNTS], f"{fault.point.replace(':', '-')}.go"), time.monotonic()
+        while not go.exists() and time.monotonic() < started + 600:
+            time.sleep(0.05)
     else:
         time.sleep(float(fault.action.partition("=")[2] or 5))

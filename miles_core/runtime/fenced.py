@@ -5,9 +5,11 @@ if it is idle and clean; whatever an older epoch still asks of it is refused. No
 """
 
 import contextlib
+import gc
 import os
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -45,6 +47,18 @@ class Status:
     dirty: bool
     pid: int
     at: str
+
+
+@contextlib.contextmanager
+def loading() -> Iterator[None]:
+    """While modules and models are loaded: what they make is there to stay, so that no garbage is looked for among it,
+    then or later (a seventh of a trainer's import time)."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 class FencedActor:

@@ -25,6 +25,7 @@ from miles_core.store.digest import canonical_json, sha256_hex
 from miles_core.store.process import machine, start_of
 
 START_SECONDS = 180
+STARTS = 3
 Identity = tuple[int, float]
 
 
@@ -70,34 +71,47 @@ def environment_digest() -> str:
 
 
 def start_head(state: Path, token: str, run: str, idle_seconds: float) -> tuple[Path, Head]:
-    """A new head of this process's, up. Raises StageError with its last lines where it does not come up."""
+    """A new head of this process's, up. One that ends at its start is tried again: another process may have taken a port that
+    was free a moment before. Raises StageError with its last lines where it does not come up."""
+    for _ in range(STARTS):
+        note, head, ended, lines = _start_once(state, token, run, idle_seconds)
+        if head:
+            return note, head
+        if not ended:
+            raise StageError(f"the Ray head did not start within {START_SECONDS} s: {lines}")
+    raise StageError(f"the Ray head ended at its start, {STARTS} times: {lines}")
+
+
+def _start_once(state: Path, token: str, run: str, idle_seconds: float) -> tuple[Path, Head | None, bool, str]:
+    """Its note; the head where it came up, else whether it ended by itself, and the last lines that it wrote."""
     folder = Path(tempfile.mkdtemp(prefix="miles-ray-"))
     note = state / f"{folder.name.removeprefix('miles-')}.json"
     mine = identity(os.getpid())
     write_note(note, Head(str(folder), token, run, idle_seconds, machine(), environment_digest(), mine))
-    log = folder / "head.log"
-    with log.open("wb") as out:
+    # The keeper removes the folder at its end; what it wrote can still be read here.
+    with (folder / "head.log").open("w+b") as log:
         keeper = subprocess.Popen(
             [sys.executable, "-m", "miles_core.runtime.keeper", str(note)],
             env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"},
-            stdout=out,
+            stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-    deadline = time.monotonic() + START_SECONDS
-    try:
-        while time.monotonic() < deadline and keeper.poll() is None:
-            head = read_note(note)
-            if head and head.address:
-                return note, head
-            time.sleep(0.05)
-    except BaseException:
+        deadline = time.monotonic() + START_SECONDS
+        try:
+            while time.monotonic() < deadline and keeper.poll() is None:
+                head = read_note(note)
+                if head and head.address:
+                    return note, head, False, ""
+                time.sleep(0.05)
+        except BaseException:
+            end_head(note)
+            raise
+        ended = keeper.poll() is not None
         end_head(note)
-        raise
-    lines = log.read_text(errors="replace").strip().splitlines()[-5:] if log.exists() else []
-    end_head(note)
-    raise StageError(f"the Ray head did not start within {START_SECONDS} s: " + " | ".join(lines))
+        log.seek(0)
+        return note, None, ended, " | ".join(log.read().decode(errors="replace").strip().splitlines()[-5:])
 
 
 def adopt_head(state: Path, run: str) -> tuple[Path, Head] | None:

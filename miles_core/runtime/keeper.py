@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from miles_core.runtime.heads import Head, end_process_group, identity, read_note, write_note
+from miles_core.runtime.ports import free_ports
 
 _UP = b"Ray runtime started"
 
@@ -22,7 +22,7 @@ def main(note: Path) -> None:
     head = read_note(note)
     assert head is not None
     write_note(note, head := replace(head, keeper=identity(os.getpid())))
-    address = f"127.0.0.1:{_free_port()}"
+    address = f"127.0.0.1:{free_ports()[0]}"
     log = Path(head.folder) / "ray.log"
     with log.open("wb") as out:
         ray = subprocess.Popen(_command(head, address), stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
@@ -72,12 +72,6 @@ def _command(head: Head, address: str) -> list[str]:
         f"--temp-dir={head.folder}",
         "--disable-usage-stats",
     ]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _end(number: int, frame: object) -> NoReturn:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from miles_core.config import RunConfig
-from miles_core.config.folders import code_path
+from miles_core.config.folders import code_path, own_args
 from miles_core.errors import InputError, StageError
 from miles_core.runtime.roster import ANSWER_SECONDS, ProcessDied, Roster
 
@@ -180,7 +180,7 @@ class Workers(Roster):
 
     def scorers(self, config: RunConfig, inputs: Scored) -> list[Actor]:
         """Scorer processes for this reward configuration; a rerun's differ from the run's, and an evaluation's may."""
-        args = config.flat() | {"code_path": code_path(config)}
+        args = vars(own_args(config))
         key, own = (
             repr(
                 (
@@ -206,7 +206,7 @@ class Workers(Roster):
         with self._starting["scorers"]:
             if group[index] is dead:
                 self.end(dead)
-                group[index] = self._new_scorer(dead.name, config.flat() | {"code_path": code_path(config)}, inputs)
+                group[index] = self._new_scorer(dead.name, vars(own_args(config)), inputs)
 
     # The trainer
 
@@ -301,7 +301,7 @@ class Workers(Roster):
             start = [
                 actor.call(
                     "start",
-                    self._trained_as,
+                    self._trained_as.replace(code_path=code_path(self._trained_as)),
                     str(self.inputs.checkpoint),
                     self.inputs.family,
                     rank=rank,

@@ -8,6 +8,7 @@ import contextlib
 import errno
 import os
 import posixpath
+import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -129,6 +130,14 @@ class Files:
             _s3().delete(self.url(path))
             return
         Path(self.url(path)).unlink(missing_ok=True)
+
+    def remove_tree(self, path: str) -> None:
+        """Remove a folder with all in it; one that is missing is fine."""
+        if not self.local:
+            _s3().remove_tree(self.url(path))
+            return
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.url(path))
 
     def modified(self, path: str) -> float:
         """When a file was written, in seconds since 1970. Raises FileNotFoundError."""

@@ -142,7 +142,7 @@ def _update(
     rows.sort(key=lambda row: row["sample_index"])
     place = next((i for i, row in enumerate(rows) if row["sample_index"] == sample_index), None)
     if place is None:
-        return facts | {"steps": [], "why": "its group was dropped by a filter"}
+        return facts | {"steps": [], "why": "its group was not trained on"}
     if rows[place]["remove_sample"]:
         return facts | {"steps": [], "why": "it was taken out of the loss"}
     number = place // (len(rows) // len(steps))

@@ -152,6 +152,15 @@ def delete(url: str) -> None:
     _retried(url, "deleted", lambda: _call("delete_object", url))
 
 
+def remove_tree(url: str) -> None:
+    """Remove all objects under a prefix; one under which there is none is fine."""
+    while found := names(url):
+        for name in found:
+            below = f"{url.rstrip('/')}/{name}"
+            delete(below)
+            remove_tree(below)
+
+
 def prove_conditional_put(root: str) -> None:
     """See to it that the endpoint keeps its word: one object is put, and neither an exclusive put nor one with
     another etag may overwrite it. Once a process. Raises InputError where they do, or where the root cannot be listed

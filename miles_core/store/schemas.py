@@ -86,6 +86,39 @@ PROMPTS = _schema(
     ],
 )
 
+# A row a group, beside prompts that were drawn in waves.
+GROUPS = _schema(
+    "prompts",
+    [
+        _SAMPLE[1],
+        column("wave", pa.int32(), "wave that drew it, from 1"),
+        column("passed", pa.bool_(), "the group filter's verdict"),
+        column(
+            "kept", pa.bool_(), "true where the group is trained on: one of the first rollout_batch_size that passed"
+        ),
+        column("reason", pa.string(), "why it is not trained on", nullable=True),
+        column(
+            "rewards",
+            pa.list_(pa.field("element", pa.float64(), nullable=False)),
+            "the rewards that the filter was given",
+        ),
+    ],
+)
+
+
+METRICS = pa.schema(
+    [
+        column("run", pa.string(), "name of the run"),
+        column("iteration", pa.int64(), "number of the iteration; -1 is before training"),
+        column("metric", pa.string(), "name of the figure, such as train/loss"),
+        column("value", pa.float64(), "the figure; NaN and infinities as they came"),
+        column("stage", pa.string(), "stage whose summary says it"),
+        column("attempt", pa.string(), "attempt of that stage"),
+        column("committed", _TIME, "when that attempt was committed", volatile=True),
+        column("on_line", pa.bool_(), "whether that attempt is on the run's line"),
+    ]
+)
+
 
 def rollout_schema(*, sde_steps: int, steps: int) -> pa.Schema:
     """Schema of a rollout's rows, trajectories apart: `sde_steps` is how many steps are trained, `steps` the
@@ -242,8 +275,8 @@ ADVANTAGES = _schema(
         column("group_mean", pa.float64(), "mean reward of the group"),
         column("group_std", pa.float64(), "standard deviation of the group's rewards, ddof 0"),
         column("zero_std", pa.bool_(), "true where the whole group has one reward and teaches nothing"),
-        column("kept", pa.bool_(), "false where the group was dropped by a filter"),
-        column("reason", pa.string(), "why it was dropped", nullable=True),
+        column("kept", pa.bool_(), "false where the group is not trained on: dropped by the group filter, or surplus"),
+        column("reason", pa.string(), "why it is not", nullable=True),
         column("remove_sample", pa.bool_(), "true where the sample is taken out of the loss alone"),
     ],
 )
@@ -268,6 +301,36 @@ UPDATE = _schema(
         column("seconds", pa.float64(), "time of the step", unit="s", volatile=True),
     ],
 )
+
+OWN_METRIC = "metric_"
+
+
+def update_schema(own: Sequence[str] | None = None) -> pa.Schema:
+    """Schema of an update. own: further metrics of a user's loss formula, a nullable `metric_<name>` column each; what such
+    a formula leaves out is null."""
+    if own is None:
+        return UPDATE
+    always = {"step", "global_step", "samples", "pairs", "lr", "loss", "grad_norm", "seconds"}
+    fields = [f.with_nullable(f.name not in always) for f in UPDATE if f.name != ROW_DIGEST]
+    for name in own:
+        doc = f"train/{name}: as the loss formula reports it"
+        fields.append(column(f"{OWN_METRIC}{name}", pa.float64(), doc, nullable=True))
+    return _schema("update", fields)
+
+
+def train_data_schema(further: Sequence[str]) -> pa.Schema:
+    """Schema of train pairs that a user's own conversion made, a row a pair; `further` columns reach the loss."""
+    return _schema(
+        "advantages",
+        [
+            column("sample_index", pa.int64(), "sample of the pair"),
+            column("step", pa.int64(), "denoising step of the pair, from 0"),
+            column("advantage", pa.float64(), "advantage of the pair"),
+            column("loss_mask", pa.float64(), "1 where the pair enters the loss, else 0"),
+            *(column(name, pa.float64(), f"{name}: as the conversion gives it") for name in further),
+        ],
+    )
+
 
 SYNC = _schema(
     "sync",

@@ -6,7 +6,7 @@ files.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
@@ -72,11 +72,19 @@ class Database:
     """The views that a query names, over some runs. `notes` tell in words what they do not hold.
 
     sql: the query, whose words say which stages are read. attempts: views hold every committed attempt, not only those
-    on a run's line.
+    on a run's line. further: views by name, with their schema and what makes their rows where the query names them.
     """
 
-    def __init__(self, files: Files, runs: Sequence[str], sql: str, *, attempts: bool = False) -> None:
-        self.files, self._sql, self._sources = files, sql, list[PartFile]()
+    def __init__(
+        self,
+        files: Files,
+        runs: Sequence[str],
+        sql: str,
+        *,
+        attempts: bool = False,
+        further: Mapping[str, tuple[pa.Schema, Callable[[], pa.Table]]] | None = None,
+    ) -> None:
+        self.files, self._sql, self._sources, self._further = files, sql, list[PartFile](), further or {}
         words = set(re.findall(r"\w+", sql.lower()))
         tables = {t for t in TABLES if words & {t, f"{t}_all"}} | (set(SAMPLES) if "samples" in words else set())
         whole = tables if attempts else {t for t in tables if f"{t}_all" in words}
@@ -92,6 +100,8 @@ class Database:
             self._view(table, base, catalog.of(TABLES[table]) if table in tables else [], attempts)
         self._connection.register("manifests", _manifests(catalog if told else Catalog([], [])))
         self._connection.register("_upstream", _upstream(catalog))
+        for name, (schema, rows) in self._further.items():
+            self._connection.register(name, rows() if name in words else schema.empty_table())
         self._connection.execute(samples_view(self._columns("rewards"), attempts))
         self._connection.execute("SET lock_configuration = true")
 
@@ -120,7 +130,7 @@ class Database:
 
     def views(self) -> dict[str, list[str]]:
         """The columns of each view a person uses."""
-        names = [*(name for table in _BASE for name in (table, f"{table}_all")), "samples", "manifests"]
+        names = [*(name for table in _BASE for name in (table, f"{table}_all")), "samples", "manifests", *self._further]
         return {name: self._columns(name) for name in names}
 
     def _columns(self, view: str) -> list[str]:

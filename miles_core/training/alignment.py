@@ -7,15 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from miles_core.algorithms.flow_grpo import LossContext, prepare_flow_grpo_batch
 from miles_core.data.sample import Sample
 from miles_core.training.batch import Conditioning, pair_batch
+from miles_core.training.objective import Objective
 from miles_core.training.probe import Predict
 from miles_core.training.step import RankShare, empty_pass
 from miles_core.weights.verify import relative_distance
-
-# A difference of this share of the clip range makes the ratio's noise count beside what training moves.
-NEAR = 0.5
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ def rows(gaps: Gaps, dtype: str) -> list[dict[str, Any]]:
 def compared(
     transformer: nn.Module,
     predict: Predict,
-    ctx: LossContext,
+    objective: Objective,
     share: RankShare,
     conditioning: Conditioning,
     passes: int,
@@ -97,11 +94,12 @@ def compared(
             continue
         chosen = share.micro_batches[number]
         batch = pair_batch(share.samples, share.pairs, chosen, conditioning, device)
-        prepared = prepare_flow_grpo_batch(ctx, batch)
+        prepared = objective.prepare(objective.ctx, batch)
         outputs = predict(prepared.latents, prepared.timesteps, prepared.conditioning, guidance_scale)
         schedule = (batch["sigma"], batch["sigma_next"], batch["sigma_max"])
-        stats = ctx.sde_backend.statistics(outputs, batch["latents"], *schedule)
-        own = ctx.sde_backend.log_prob(batch["next_latents"], stats).float()
+        backend = objective.ctx.sde_backend
+        stats = backend.statistics(outputs, batch["latents"], *schedule)
+        own = backend.log_prob(batch["next_latents"], stats).float()
         distances = (own - batch["old_log_prob"]).abs().double().tolist()
         for row, value, distance, output in zip(chosen, own.tolist(), distances, outputs, strict=True):
             log_probs[row] = value
@@ -116,22 +114,3 @@ def _distance(output: torch.Tensor, sample: Sample, step: int) -> float | None:
     if sample.model_outputs is None:
         return None
     return relative_distance(output, sample.model_outputs[(sample.sde_step_indices or []).index(step)])
-
-
-def told(mean: float, clip_range: float, *, recompute: bool) -> str:
-    """What to say of a mean absolute difference of log-probs; empty where it is far below the clip range."""
-    if mean <= NEAR * clip_range:
-        return ""
-    said = (
-        f"the trainer's log-probs lie {mean:.2g} from the engine's on average, and the ratio is clipped at "
-        f"{clip_range:.2g}"
-    )
-    if recompute:
-        return f"{said}: the trainer's own are taken (--diffusion-recompute-old-log-prob)"
-    return f"{said}: give --diffusion-recompute-old-log-prob, or both the same precision and batch"
-
-
-def gate(mean: float, clip_range: float, mode: str) -> str:
-    """Why training must not begin: a difference that nears the clip range where `mode` is stop; empty where it may."""
-    said = told(mean, clip_range, recompute=False) if mode == "stop" else ""
-    return f"{said} (--alignment-gate stop)" if said else ""

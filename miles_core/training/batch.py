@@ -8,6 +8,11 @@ import torch
 from miles_core.data.sample import Sample
 from miles_core.errors import StageError
 
+_PAIR = frozenset({"sample", "sample_index", "step", "advantage", "loss_mask", "old_log_prob"})
+# What a micro-batch holds of the rollout; and what a part of pairs has of its own.
+OF_THE_BATCH = frozenset(
+    "latents next_latents timesteps sigma sigma_next sigma_max old_log_prob conditioning row_digest".split()
+)
 Conditioning = Mapping[str, Mapping[str, torch.Tensor]]
 
 
@@ -22,7 +27,8 @@ def pair_batch(
     it is there, comes before the stored ones.
 
     latents x_t and next_latents x_{t+1} (B, C, h, w) in the stored dtype; timesteps, sigma, sigma_next, sigma_max,
-    old_log_prob, advantage, loss_mask (B,) fp32; sample_index (list); conditioning {name: (B, ...)}.
+    old_log_prob, advantage, loss_mask (B,) fp32; sample_index (list); conditioning {name: (B, ...)}; further columns of a
+    user's pairs (B,) fp32.
     """
     chosen = [(samples[pairs["sample"][row]], int(pairs["step"][row])) for row in rows]
 
@@ -46,6 +52,7 @@ def pair_batch(
         "loss_mask": numbers([pairs["loss_mask"][row] for row in rows]),
         "sample_index": [sample.index for sample, _ in chosen],
         "conditioning": {name: torch.stack([text[name] for text in texts]).to(device) for name in texts[0]},
+        **{name: numbers([values[row] for row in rows]) for name, values in pairs.items() if name not in _PAIR},
     }
 
 

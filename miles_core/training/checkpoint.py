@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from miles_core.errors import StageError
 from miles_core.store.digest import canonical_json, tensor_digests
-from miles_core.weights.packing import from_safetensors, safetensors_metadata, to_safetensors
+from miles_core.weights.packing import from_safetensors, to_safetensors
+from miles_core.weights.raw import file_metadata
 
 FOLDER = "checkpoint"
 STATE_FILE = "trainer_state.json"
@@ -162,7 +163,7 @@ def _check_pieces(state: Mapping[str, torch.Tensor], files: Mapping[str, bytes])
     """Raises StageError unless every tensor is there once in full: the reader would leave a gap as it was."""
     elements, places = dict.fromkeys(state, 0), {name: set[tuple[int, ...]]() for name in state}
     for file, data in files.items():
-        offsets = json.loads(safetensors_metadata(data)[_SHARDING])
+        offsets = json.loads(file_metadata(data)[_SHARDING])
         for name, tensor in sorted(from_safetensors(data).items()):
             place = tuple(offsets[name][_OFFSETS])
             if not tensor.numel():
@@ -190,6 +191,6 @@ def _canonical(data: bytes) -> bytes:
     """A shard file in one order: the storage writer's is another in every process."""
     metadata = {
         name: canonical_json(json.loads(value)).decode() if value.startswith("{") else value
-        for name, value in safetensors_metadata(data).items()
+        for name, value in file_metadata(data).items()
     }
     return to_safetensors(from_safetensors(data), metadata)

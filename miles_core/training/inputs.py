@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from miles_core.algorithms.train_pairs import expand_samples_to_train_pairs, micro_batches
+from miles_core.algorithms.train_pairs import micro_batches
 from miles_core.config import RunConfig
+from miles_core.config.folders import own_args
 from miles_core.errors import StageError
 from miles_core.rollout.microgroup import Microgroup, microgroups
 from miles_core.rollout.parsing import read_conditioning
@@ -15,18 +16,30 @@ from miles_core.store.parts import Part, read_table
 from miles_core.training.batch import Conditioning, check_pairs, unmasked
 from miles_core.training.distributed import gather, slice_of, together
 from miles_core.training.messages import UpdateInputs
-from miles_core.training.rows import AdvantageRow, Dynamics, index_rollout, merge, read_advantages, read_samples
+from miles_core.training.objective import pairs_of
+from miles_core.training.rows import (
+    AdvantageRow,
+    Dynamics,
+    index_rollout,
+    merge,
+    of_samples,
+    read_advantages,
+    read_pairs,
+    read_samples,
+)
 from miles_core.training.step import RankShare
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """A rollout to train on: kept advantages in sample_index order, where each sample lies, how it was made."""
+    """A rollout to train on: kept advantages in sample_index order, where each sample lies, how it was made. pairs: the train
+    pairs where the advantages hold them, by sample_index."""
 
     advantages: list[AdvantageRow]
     part_of: Mapping[int, Microgroup]
     dynamics: Dynamics
     conditioning: Conditioning
+    pairs: Mapping[str, list[Any]] | None = None
 
 
 def read_rollout(files: Files, inputs: UpdateInputs, expected: int, rank: int, world_size: int) -> Rollout:
@@ -51,7 +64,8 @@ def read_rollout(files: Files, inputs: UpdateInputs, expected: int, rank: int, w
             f"{inputs.policy_digest[:12]}: run the rollout again"
         )
     conditioning = together("reading the conditioning", lambda: _conditioning(files, inputs.conditioning))
-    return Rollout(advantages, part_of, dynamics, conditioning)
+    pairs = together("reading the train pairs", lambda: read_pairs(files, inputs.train_data))
+    return Rollout(advantages, part_of, dynamics, conditioning, pairs)
 
 
 def rank_share(
@@ -66,8 +80,9 @@ def rank_share(
     """This rank's part of an optimizer step's samples (train_dp_split_mode), as micro-batches of unmasked pairs."""
     rows = batch[slice_of(len(batch), rank, world_size, config.data.train_dp_split_mode)]
     samples = read_samples(files, rollout.part_of, rows)
+    advantages, raw = [r.advantage for r in rows], [r.raw_reward for r in rows]
     pairs = unmasked(
-        expand_samples_to_train_pairs(args, samples, [r.advantage for r in rows], [r.raw_reward for r in rows])
+        pairs_of(args, samples, advantages, raw) if rollout.pairs is None else of_samples(rollout.pairs, samples)
     )
     s, t = config.data.micro_batch_size_sample, config.data.micro_batch_size_tstep
     batches = micro_batches(
@@ -90,7 +105,7 @@ def row_args(config: RunConfig, dynamics: Dynamics) -> SimpleNamespace:
         "diffusion_guidance_scale": dynamics.guidance_scale,
         "diffusion_num_steps": dynamics.num_steps,
     }
-    return SimpleNamespace(**{**config.flat(), **made})
+    return SimpleNamespace(**{**vars(own_args(config)), **made})
 
 
 def _conditioning(files: Files, parts: list[Part]) -> Conditioning:

@@ -10,9 +10,9 @@ from miles_core.store.parts import Part
 class UpdateInputs:
     """Committed parts that one update reads.
 
-    rollout and latents: rows and trajectories, parts of the same names. policy_parts: of policy/init or of the
-    previous update; policy_digest: that policy's. probe: rollout's safetensors file, None for no comparison with the
-    engine. first_global_step: optimizer steps done before.
+    rollout and latents: rows and trajectories, parts of the same names. train_data: train pairs of a
+    user's own, else none. policy_parts: of policy/init or of the previous update; policy_digest: that policy's. probe:
+    rollout's safetensors file, None for no comparison with the engine. first_global_step: optimizer steps done before.
     """
 
     iteration: int
@@ -20,6 +20,7 @@ class UpdateInputs:
     latents: list[Part]
     conditioning: list[Part]
     advantages: list[Part]
+    train_data: list[Part]
     policy_parts: list[Part]
     policy_digest: str
     probe: Part | None

@@ -7,7 +7,8 @@ import torch
 
 from miles_core.errors import StageError
 from miles_core.weights.packing import from_safetensors, to_safetensors
-from miles_core.weights.verify import probe_tolerance, relative_distance
+from miles_core.weights.probe_spec import probe_tolerance
+from miles_core.weights.verify import relative_distance
 
 _CONDITIONING = "cond."
 

@@ -13,6 +13,7 @@ import torch
 from miles_core.data.sample import Sample
 from miles_core.errors import StageError
 from miles_core.rollout.microgroup import Microgroup, joined
+from miles_core.store.digest import ROW_DIGEST
 from miles_core.store.files import Files
 from miles_core.store.parts import Part, read_table
 
@@ -75,6 +76,23 @@ def read_advantages(files: Files, parts: Sequence[Part]) -> list[AdvantageRow]:
         if before.sample_index == after.sample_index:
             raise StageError(f"the advantages hold sample {after.sample_index} twice")
     return rows
+
+
+def read_pairs(files: Files, parts: Sequence[Part]) -> dict[str, list[Any]] | None:
+    """Train pairs as advantages committed them, columns by name; None where there are none of a user's own."""
+    if not parts:
+        return None
+    table = pa.concat_tables([read_table(files, part) for part in parts])
+    columns: dict[str, list[Any]] = table.drop_columns([ROW_DIGEST]).to_pydict()
+    return columns
+
+
+def of_samples(pairs: Mapping[str, Sequence[Any]], samples: Sequence[Sample]) -> dict[str, list[Any]]:
+    """The pairs of these samples, with their positions among them."""
+    position = {sample.index: place for place, sample in enumerate(samples)}
+    chosen = [row for row, index in enumerate(pairs["sample_index"]) if index in position]
+    found = {name: [values[row] for row in chosen] for name, values in pairs.items()}
+    return found | {"sample": [position[index] for index in found["sample_index"]]}
 
 
 def index_rollout(files: Files, parts: Sequence[Microgroup]) -> RolloutIndex:

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from miles_core.algorithms.flow_grpo import LossContext, flow_grpo_loss_formula, prepare_flow_grpo_batch
 from miles_core.data.sample import Sample
 from miles_core.training.batch import Conditioning, pair_batch
 from miles_core.training.metrics import StepMetrics
 from miles_core.training.model import lora_disabled
+from miles_core.training.objective import Objective
 from miles_core.training.probe import Predict
 
 
@@ -38,7 +38,7 @@ class Accumulation:
 def accumulate(
     transformer: nn.Module,
     predict: Predict,
-    ctx: LossContext,
+    objective: Objective,
     share: RankShare,
     conditioning: Conditioning,
     accumulation: Accumulation,
@@ -55,7 +55,7 @@ def accumulate(
     makes the rest on zeros, with no gradient from them. Gradients are reduced in the last pass alone. Returns the
     metrics' sums and the numbers of samples whose model output, target, log-prob or loss is not finite.
     """
-    metrics = StepMetrics(device)
+    metrics = StepMetrics(device, own=objective.own)
     finite: list[torch.Tensor] = []
     healthy: list[torch.Tensor] = []
     indices: list[list[int]] = []
@@ -71,15 +71,14 @@ def accumulate(
             on_pass(number)
             continue
         batch = pair_batch(share.samples, share.pairs, share.micro_batches[number], conditioning, device)
-        prepared = prepare_flow_grpo_batch(ctx, batch)
+        prepared = objective.prepare(objective.ctx, batch)
         inputs = (prepared.latents, prepared.timesteps, prepared.conditioning, guidance_scale)
         ref_pred = _reference(transformer, predict, inputs) if with_reference else None
         new_pred = predict(*inputs)
-        reported: dict[str, torch.Tensor] = {}
-        loss = flow_grpo_loss_formula(ctx, batch, prepared, new_pred=new_pred, ref_pred=ref_pred, metrics=reported)
+        reported: dict[str, Any] = {}
+        loss = objective.formula(objective.ctx, batch, prepared, new_pred=new_pred, ref_pred=ref_pred, metrics=reported)
         (loss * accumulation.scale).backward()
-        metrics.add(loss, reported)
-        finite.append(torch.isfinite(torch.stack([loss.detach(), *(v.detach() for v in reported.values())])).all())
+        finite.append(metrics.add(loss, reported))
         healthy.append(_finite(new_pred) & _finite(batch["next_latents"]))
         indices.append(batch["sample_index"])
         on_pass(number)

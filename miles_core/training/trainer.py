@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from miles_core.algorithms.flow_grpo import LossContext
-from miles_core.algorithms.sde import sde_step_backend
 from miles_core.config import RunConfig
 from miles_core.errors import StageError
 from miles_core.families.base import DiffusersModelBackend, torch_dtype
@@ -26,7 +24,8 @@ from miles_core.store.digest import content_digest
 from miles_core.store.files import Files
 from miles_core.store.parts import Part, read_bytes, write_file, write_table
 from miles_core.training import checkpoint as ckpt
-from miles_core.training.alignment import Gap, compared, gate, merged
+from miles_core.training.agreement import gate
+from miles_core.training.alignment import Gap, compared, merged
 from miles_core.training.alignment import rows as alignment_rows
 from miles_core.training.batch import not_finite
 from miles_core.training.determinism import make_deterministic
@@ -36,13 +35,15 @@ from miles_core.training.lr_schedule import learning_rate
 from miles_core.training.messages import UpdateInputs, UpdateResult
 from miles_core.training.metrics import update_table
 from miles_core.training.model import assign, attach_lora, lora_parameters, shard, whole
+from miles_core.training.objective import objective_of
 from miles_core.training.optimize import clip_and_step, make_adamw, refuse
 from miles_core.training.output import ADAPTER_FILE, ALIGNMENT_FILE, PROBE_FILE, ROWS_FILE, content_of, short_name
 from miles_core.training.probe import Probe, check_parity, encode_probe, read_probe, run_probe
 from miles_core.training.roll_call import RollCall, is_lost
 from miles_core.training.step import Accumulation, RankShare, accumulate
+from miles_core.weights.adapter_file import adapter_info, to_diffusers
 from miles_core.weights.digest import policy_digest
-from miles_core.weights.packing import adapter_info, adapter_tensors, to_diffusers, to_safetensors
+from miles_core.weights.packing import adapter_tensors, to_safetensors
 
 Progress = Callable[[dict[str, int]], None]
 
@@ -190,7 +191,7 @@ class TrainerRank:
                 gaps.append(gap)
         of_all = merged([one for found in gather(gaps) for one in found])
         rows = [self._step(rollout, n, shares.get(n) or self._share(files, rollout, n), progress) for n in numbers]
-        mismatch = sum(of_all.values(), Gap()).mean if gaps else float(rows[0]["log_prob_mean_abs_diff"])
+        mismatch = sum(of_all.values(), Gap()).mean if gaps else float(rows[0]["log_prob_mean_abs_diff"] or 0.0)
         self._at("update", "the probe after the last step")
         after = None if probe is None else run_probe(probe, self._predict, self._device)
         probed = None if before is None or after is None else encode_probe(before, after)
@@ -246,7 +247,7 @@ class TrainerRank:
         made, gaps = compared(
             self._transformer,
             self._predict,
-            LossContext(args=args, sde_backend=sde_step_backend(args)),
+            objective_of(args),
             share,
             rollout.conditioning,
             passes,
@@ -277,7 +278,7 @@ class TrainerRank:
         metrics, culprits = accumulate(
             self._transformer,
             self._predict,
-            LossContext(args=args, sde_backend=sde_step_backend(args)),
+            objective_of(args),
             share,
             rollout.conditioning,
             Accumulation(passes=passes, scale=self.world_size / max(pairs, 1)),
@@ -296,7 +297,7 @@ class TrainerRank:
         if number == 0 and not self._recomputes:
             algorithm = self.config.algorithm
             mean = means["log_prob_mean_abs_diff"]
-            if stop := gate(mean, algorithm.diffusion_clip_range, algorithm.alignment_gate):
+            if mean is not None and (stop := gate(mean, algorithm.diffusion_clip_range, algorithm.alignment_gate)):
                 self._optimizer.zero_grad()
                 raise StageError(stop)
         lr = learning_rate(self._global_step, args)
@@ -355,7 +356,7 @@ class TrainerRank:
                 mine[ALIGNMENT_FILE] = json.dumps(aligned, indent=1).encode()
         parts = self._store("update", files, out_dir, mine)
         self._at("update", "writing the rows")
-        table = update_table(rows)
+        table = update_table(rows, own=self.config.algorithm.custom_loss_function_path is not None)
         own = together(
             "writing the rows", lambda: write_table(files, f"{out_dir}/{ROWS_FILE}", table) if self.rank == 0 else None
         )

@@ -10,7 +10,8 @@ from safetensors.torch import load, save
 from miles_core.rollout.protocol import GenerateRequest, GenerateResult
 from miles_core.store.files import Files
 from miles_core.store.parts import Part, read_bytes, remake_file
-from miles_core.weights.verify import ProbeResult, check_probe
+from miles_core.weights.probe_spec import ProbeResult
+from miles_core.weights.verify import check_probe
 
 Probe = dict[str, torch.Tensor]
 

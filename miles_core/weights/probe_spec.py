@@ -1,8 +1,10 @@
-"""The fixed request of the probe."""
+"""The fixed request of the probe, and how far from each other two answers may lie. Without torch: the driver reads it."""
 
 from dataclasses import dataclass
 
 from miles_core.rollout.protocol import GenerateRequest
+
+_TOLERANCE = {"fp32": 2e-5, "bf16": 3e-2}
 
 
 @dataclass(frozen=True)
@@ -31,3 +33,21 @@ class ProbeSpec:
             sde_step_indices=None,
             generator_device=self.generator_device,
         )
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """diff: relative distance of the engine's output from the trainer's after the push. moved: relative distance
+    that the push moved the engine's output."""
+
+    diff: float
+    moved: float
+
+
+def probe_tolerance(dtype: str) -> float:
+    """Largest relative distance between two correct forwards in `dtype` (fp32, bf16) of one policy.
+
+    Measured on a tiny SD3 with guidance 4.5, engine against trainer at batch 1 and 4: fp32 at most 2.7e-6; bf16 0 at
+    the same batch size and at most 1.5e-2 at another.
+    """
+    return _TOLERANCE[dtype]

@@ -1,23 +1,12 @@
 """Proof that an engine computes with the policy that the trainer holds: one forward on both sides."""
 
-from dataclasses import dataclass
-
 import torch
 
 from miles_core.errors import StageError
+from miles_core.weights.probe_spec import ProbeResult
 
-_TOLERANCE = {"fp32": 2e-5, "bf16": 3e-2}
 _NOISE_SHARE = 1e-2
 _MOVED_SHARE = 0.1
-
-
-@dataclass(frozen=True)
-class ProbeResult:
-    """diff: relative distance of the engine's output from the trainer's after the push. moved: relative distance
-    that the push moved the engine's output."""
-
-    diff: float
-    moved: float
 
 
 def relative_distance(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -31,15 +20,6 @@ def relative_distance(a: torch.Tensor, b: torch.Tensor) -> float:
     if norm == 0:
         return 0.0 if distance == 0 else float("inf")
     return distance / norm
-
-
-def probe_tolerance(dtype: str) -> float:
-    """Largest relative distance between two correct forwards in `dtype` (fp32, bf16) of one policy.
-
-    Measured on a tiny SD3 with guidance 4.5, engine against trainer at batch 1 and 4: fp32 at most 2.7e-6; bf16 0 at
-    the same batch size and at most 1.5e-2 at another.
-    """
-    return _TOLERANCE[dtype]
 
 
 def check_probe(

@@ -39,6 +39,10 @@ class Api:
         assert answer.is_success, answer.text
         return answer.json()
 
+    def delete(self, path: str) -> None:
+        answer = self._asked("DELETE", path)
+        assert answer.is_success, answer.text
+
     def deployment(self, name: str) -> dict[str, Any]:
         found = self.post("/deployments/filter", {"deployments": {"name": {"any_": [name]}}})
         assert len(found) == 1, found

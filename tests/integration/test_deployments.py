@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 
@@ -205,8 +204,8 @@ def test_the_schedule_scores_the_newest_iterations_while_training_goes_on(
 ) -> None:
     deployment = api.deployment("rerun-stage")
     assert [(one["slug"], one["active"]) for one in deployment["schedules"]] == [("newest-rewards", True)]
-    slow = {"MILES_FAULT": "update:before_commit:2:slow=90", "MILES_FAULT_COUNTS": str(tmp_path)}
-    training = api.run("train", options("scheduled", 2), slow)
+    held = {"MILES_FAULT": "update:before_commit:2:held", "MILES_FAULT_COUNTS": str(tmp_path)}
+    training = api.run("train", options("scheduled", 2), held)
     api.until(lambda: place.store("scheduled").line_iterations("update"), "first iteration", 300)
     other = {"reward": {"rm_type": "jpeg_incompressibility"}}
     often = {
@@ -217,10 +216,11 @@ def test_the_schedule_scores_the_newest_iterations_while_training_goes_on(
     }
     (made,) = api.post(f"/deployments/{deployment['id']}/schedules", [often])
     try:
-        done = api.until(lambda: scheduled(api, deployment["id"]), "scheduled rerun", 200)
+        done = api.until(lambda: scheduled(api, deployment["id"]), "scheduled rerun", 400)
         assert api.flow_run(training)["state_type"] == "RUNNING"
     finally:
-        assert httpx.delete(f"{api.url}/deployments/{deployment['id']}/schedules/{made['id']}", timeout=60).is_success
+        (tmp_path / "update-before_commit.go").touch()
+        api.delete(f"/deployments/{deployment['id']}/schedules/{made['id']}")
     assert done["state_type"] == "COMPLETED", done["state"]
     line = place.on_line("scheduled", 0, "rewards")
     beside = [m for m in place.store("scheduled").committed("rewards", 0) if m.attempt != line.attempt]

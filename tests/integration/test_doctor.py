@@ -18,7 +18,8 @@ def test_a_model_that_draws_no_words_is_warned_of(tmp_path_factory: pytest.TempP
     home = tmp_path_factory.mktemp("home")
     place = Place(home, root.files.root, variables={"MILES_ARTIFACT_ROOT": root.files.root})
     before = root.names()
-    output = place.miles("doctor", "tiny-ocr", "--json", "--strict", code=2)
+    random = ["--hf-checkpoint", "tiny:sd3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "8"]
+    output = place.miles("doctor", "tiny-ocr", "--json", "--strict", *random, code=2)
     told = json.loads(output[output.index("{\n") :])
     found = {check["name"]: check for check in told["checks"]}
     assert {name: check["status"] for name, check in found.items() if check["status"] != "pass"} == {
@@ -29,3 +30,13 @@ def test_a_model_that_draws_no_words_is_warned_of(tmp_path_factory: pytest.TempP
     assert "4 of 4 groups without spread" in found["reward spread"]["found"]
     assert "ocr 0.000 and 1.000" in found["scorers"]["found"]
     assert root.names() == before
+
+
+def test_a_model_that_draws_words_passes(tmp_path_factory: pytest.TempPathFactory) -> None:
+    place = Place(tmp_path_factory.mktemp("home"))
+    small = ["--rollout-batch-size", "4", "--n-samples-per-prompt", "8"]
+    output = place.miles("doctor", "tiny-ocr", "--json", "--strict", *small)
+    found = {check["name"]: check for check in json.loads(output[output.index("{\n") :])["checks"]}
+    assert {check["status"] for check in found.values()} == {"pass"}
+    assert "0 of 4 groups without spread" in found["reward spread"]["found"]
+    assert "of 24 (tokenizer_3) tokens" in found["prompt length"]["found"]

@@ -1,6 +1,5 @@
 """A run's actors on a real Ray head: fenced by epochs, left to the next command, ended when nobody comes."""
 
-import os
 import subprocess
 import sys
 import time
@@ -10,25 +9,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.ray_driver import driver, environment
+
 pytestmark = pytest.mark.integration
-
-DRIVER = """
-import os, sys, time
-from pathlib import Path
-from miles_core.pipeline.inputs import resolve_inputs
-from miles_core.runtime.workers import Workers
-from deployments.recipes import recipe
-
-def workers(epoch, **changes):
-    config = recipe("tiny").replace(**changes)
-    return Workers(config, resolve_inputs(config), Path(os.environ["MILES_HOME"]) / "state", run="miles-test", epoch=epoch)
-"""
 
 LEAVE = """
 w = workers(1, rollout_parser_num_workers=2, actor_idle_minutes=float(sys.argv[1]))
 parsers = w.parsers()
 statuses = w.ray.get([p.status() for p in parsers])
-print("pids", *[s.pid for s in statuses], flush=True)
+tell("pids", *[s.pid for s in statuses])
 os.kill(os.getpid(), 9)
 """
 
@@ -37,24 +26,6 @@ os.kill(os.getpid(), 9)
 def home(tmp_path: Path):
     yield tmp_path
     subprocess.run([Path(sys.executable).parent / "miles", "down"], env=environment(tmp_path), check=True)
-
-
-def environment(home: Path) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MILES_", "RAY_"))}
-    return kept | {"MILES_HOME": str(home)}
-
-
-def driver(home: Path, code: str, *arguments: str, returncode: int = 0) -> list[list[str]]:
-    """Run a driver of its own; the words of each line it printed."""
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER + code, *arguments],
-        env=environment(home),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == returncode, done.stdout + done.stderr
-    return [line.split() for line in done.stdout.splitlines()]
 
 
 def pids_of(lines: list[list[str]]) -> list[int]:
@@ -74,12 +45,12 @@ def test_idle_actors_of_a_killed_command_are_taken_over_and_refuse_its_epoch(hom
     take_over = """
 with workers(2, rollout_parser_num_workers=2, actor_idle_minutes=30.0) as w:
     parsers = w.parsers()
-    print("pids", *[s.pid for s in w.ray.get([p.status() for p in parsers])], flush=True)
+    tell("pids", *[s.pid for s in w.ray.get([p.status() for p in parsers])])
     for call in (parsers[0].handle.work.remote(1, "write"), parsers[0].handle.status.remote(1)):
         try:
             w.get([call], "a call of the old epoch")
         except Exception as fault:
-            print(type(fault).__name__, fault)
+            tell(type(fault).__name__, fault)
 """
     lines = driver(home, take_over)
     assert pids_of(lines) == left
@@ -93,7 +64,7 @@ def test_actors_made_from_other_things_are_not_taken_over(home: Path) -> None:
     left = pids_of(driver(home, LEAVE, "30", returncode=-9))
     other = """
 with workers(2, rollout_parser_num_workers=2, lr=0.5) as w:
-    print("pids", *[s.pid for s in w.ray.get([p.status() for p in w.parsers()])], flush=True)
+    tell("pids", *[s.pid for s in w.ray.get([p.status() for p in w.parsers()])])
 """
     new = pids_of(driver(home, other))
     assert len(new) == 2
@@ -107,7 +78,7 @@ def test_a_busy_or_silent_actor_is_ended_before_anything_else(home: Path) -> Non
 import psutil
 with workers(2, rollout_parser_num_workers=2, actor_idle_minutes=30.0) as w:
     w.connect()
-    print("alive", psutil.pid_exists(int(sys.argv[1])), psutil.pid_exists(int(sys.argv[2])), sorted(w._left))
+    tell("alive", psutil.pid_exists(int(sys.argv[1])), psutil.pid_exists(int(sys.argv[2])), sorted(w._left))
 """
     lines = driver(home, connect, *map(str, left))
     assert ["alive", "False", "True", "['parser-1']"] in lines

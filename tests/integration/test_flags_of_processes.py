@@ -1,7 +1,6 @@
 """Options of processes on a real Ray head: how many there are, how often one is replaced, what outlives the command
 (pitfall 32)."""
 
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -11,22 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.ray_driver import driver, environment
+
 pytestmark = pytest.mark.integration
-
-DRIVER = """
-import os, sys
-from pathlib import Path
-from miles_core.pipeline.inputs import resolve_inputs
-from miles_core.runtime.workers import ProcessDied, Workers
-from deployments.recipes import recipe
-
-def workers(epoch=1, name="tiny", **changes):
-    config = recipe(name).replace(**changes)
-    return Workers(config, resolve_inputs(config), Path(os.environ["MILES_HOME"]) / "state", run="miles-test", epoch=epoch)
-
-def names(w):
-    return w.ray.util.list_named_actors()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +22,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     subprocess.run([Path(sys.executable).parent / "miles", "down"], env=environment(made), check=True)
 
 
-def environment(home: Path) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MILES_", "RAY_"))}
-    return kept | {"MILES_HOME": str(home)}
-
-
-def driver(home: Path, code: str, *arguments: str) -> list[list[str]]:
-    """Run a driver of its own to its good end; the words of each line it printed."""
-    command = [sys.executable, "-c", DRIVER + code, *arguments]
-    done = subprocess.run(command, env=environment(home), capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [line.split() for line in done.stdout.splitlines()]
-
-
 def test_as_many_processes_as_the_options_say(home: Path) -> None:
     """Engines, parsers, scorers, and ranks of nodes and of a node (pitfall 32)."""
     code = """
@@ -56,11 +29,11 @@ counts = dict(rollout_num_engines=2, rollout_parser_num_workers=3, ocr_num_worke
 with workers(name="tiny-ocr", actor_num_nodes=2, actor_num_gpus_per_node=2, **counts) as w:
     w.engines(), w.parsers(), w.scorers(w.config, w.inputs)
     w._trainer = w._start_trainer()
-    print("names", *names(w))
+    tell("names", *w.ray.util.list_named_actors())
 with workers(2, name="tiny-ocr", ocr_num_workers=1) as w:
     w.engines(), w.parsers(), w.scorers(w.config, w.inputs)
     w._trainer = w._start_trainer()
-    print("names", *names(w))
+    tell("names", *w.ray.util.list_named_actors())
 """
     many, few = (Counter(word.split("-")[0] for word in line[1:]) for line in driver(home, code) if line[0] == "names")
     assert many == {"engine": 2, "parser": 3, "scorer": 3, "trainer": 4}
@@ -83,7 +56,7 @@ with workers(rollout_max_retries=int(sys.argv[1])) as w:
     try:
         w.with_engine(0, work)
     except ProcessDied as fault:
-        print("died", len(set(tries)), len(tries))
+        tell("died", len(set(tries)), len(tries))
 """
     assert ["died", str(retries + 1), str(retries + 1)] in driver(home, code, str(retries))
 
@@ -93,7 +66,7 @@ def test_actors_are_kept_for_the_next_command_where_that_is_asked(home: Path, ke
     """After a good end, with the Ray head; a command that does not ask ends them (pitfall 32)."""
     code = """
 with workers(int(sys.argv[1]), keep_actors=sys.argv[2] == "True") as w:
-    print("pids", *[s.pid for s in w.ray.get([p.status() for p in w.parsers()])])
+    tell("pids", *[s.pid for s in w.ray.get([p.status() for p in w.parsers()])])
 """
 
     def pids(epoch: int, keep: bool) -> list[int]:
@@ -119,7 +92,7 @@ for epoch, asked in ((1, False), (2, True)):
     with workers(epoch, deterministic_mode=asked) as w:
         w._trainer = w._start_trainer()
         found = w.ray.get([actor.handle.__ray_call__.remote(deterministic) for actor in [*w.engines(), *w._trainer]])
-        print("mode", asked, *found)
+        tell("mode", asked, *found)
 """
     lines = driver(home, code)
     assert ["mode", "False", "False", "False"] in lines

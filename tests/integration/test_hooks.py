@@ -119,6 +119,79 @@ def test_the_worked_example(place: Place, service: str, tmp_path: Path) -> None:
     place.miles("rerun", "hooked", "0", "rewards", "--rm-type", "jpeg_compressibility", code=2)
 
 
-def rows_of_update(place: Place) -> list[dict[str, Any]]:
-    manifest = place.on_line("hooked", 0, "update")
+def rows_of_update(place: Place, run: str = "hooked") -> list[dict[str, Any]]:
+    manifest = place.on_line(run, 0, "update")
     return [row for part in manifest.data for row in pq.read_table(f"{place.artifacts}/{part.path}").to_pylist()]
+
+
+TRAINING = """
+import torch
+
+from miles.backends.fsdp_utils.loss_hub.flow_grpo import prepare_flow_grpo_batch
+from miles.rollout.sglang_diffusion_rollout import generate_microgroup
+
+
+async def without_guidance(args, microgroup, sampling_params):
+    return await generate_microgroup(args, microgroup, sampling_params | {"guidance_scale": 1.0, "negative_prompt": None})
+
+
+def two_steps(args, sample, num_steps, seed):
+    assert sample.prompt and num_steps == args.diffusion_num_steps
+    return [0, 1 + seed % (num_steps - 2)], None
+
+
+def convert(args, samples):
+    pairs = {"sample_index": [], "step": [], "advantage": [], "weight": []}
+    for sample in samples:
+        assert len(sample.sde_step_indices) == 2 and len(sample.log_probs) == args.diffusion_num_steps
+        if sample.index % 2:
+            pairs["sample_index"].append(sample.index)
+            pairs["step"].append(sample.sde_step_indices[-1])
+            pairs["advantage"].append(sample.reward)
+            pairs["weight"].append(0.5)
+    return pairs
+
+
+def prepare(ctx, batch, *, pad_to_len=None):
+    return prepare_flow_grpo_batch(ctx, batch, pad_to_len=pad_to_len)
+
+
+def toward_the_next(ctx, batch, prepared, *, new_pred, ref_pred, metrics, **kwargs):
+    distance = ((new_pred - batch["next_latents"]) ** 2).flatten(1).mean(1)
+    metrics["distance"] = distance.sum()
+    return (batch["weight"] * batch["advantage"] * distance).sum()
+"""
+
+
+def test_a_training_on_functions_of_ones_own(place: Place, tmp_path: Path) -> None:
+    """Own steps, own train pairs, own loss, on two ranks; a rerun of update finds the committed pairs; a changed constant of the
+    loss is another run."""
+    (tmp_path / "mine.py").write_text(TRAINING)
+    words = [
+        *("--code-path", str(tmp_path), "--num-rollout", "1", "--run-id", "own", "--loss-type", "custom_loss"),
+        *("--diffusion-step-strategy-path", "mine.two_steps", "--actor-num-gpus-per-node", "2"),
+        *("--custom-convert-samples-to-train-data-path", "mine.convert"),
+        *("--custom-generate-function-path", "mine.without_guidance"),
+        *("--custom-prepare-train-batch-path", "mine.prepare"),
+        *("--custom-loss-function-path", "mine.toward_the_next"),
+    ]
+    said = place.miles("train", "tiny", *words)
+    assert "train/distance=" in said and "train/policy_loss" not in said
+    rollout, advantages = rows(place, "own", "rollout"), rows(place, "own", "advantages")
+    assert {row["guidance_scale"] for row in rollout} == {1.0}
+    assert {tuple(row["sde_step_indices"]) for row in rollout} == {tuple(rollout[0]["sde_step_indices"])}
+    assert [row["remove_sample"] for row in advantages] == [row["sample_index"] % 2 == 0 for row in advantages]
+    assert [row["advantage"] for row in advantages] == [
+        row["raw_reward"] if row["sample_index"] % 2 else 0.0 for row in advantages
+    ]
+    update = rows_of_update(place, "own")
+    assert sum(row["pairs"] for row in update) == len(advantages) / 2 and all(
+        row["metric_distance"] > 0 for row in update
+    )
+    made = place.on_line("own", 0, "update")
+    said = place.miles("rerun", "own", "0", "update", "--force")
+    assert "identical" in said
+    assert place.on_line("own", 0, "update") == made
+    (tmp_path / "mine.py").write_text(TRAINING.replace("distance).sum()\n", "distance).sum() * 2\n"))
+    said = place.miles("train", "tiny", *words, code=2)
+    assert "custom_loss_function_path has another content" in said

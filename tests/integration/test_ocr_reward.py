@@ -155,7 +155,7 @@ class TestWorker:
     def test_scores_a_real_part(self, files: Files, worker: RewardWorker, dirs: OcrDirs) -> None:
         prompts = ['a sign "MILES"', 'a sign "MILES"', 'a sign "MILES"', "a plain sign"]
         images = [picture("MILES"), picture("MILE"), picture(), picture("MILES")]
-        own = {0: None, 1: "ocr", 2: None, 3: "jpeg_compressibility"}
+        own = {0: None, 1: {"rm_type": "ocr"}, 2: None, 3: {"rm_type": "jpeg_compressibility"}}
         part = rollout_part(files, prompts, images)
         made = worker.score(files, part, "rewards.parquet", ["jpeg_compressibility", "ocr"], own)
         table = read_table(files, made)

@@ -54,6 +54,21 @@ def test_a_range_is_one_run_that_starts_its_processes_once_and_then_skips_what_i
     assert "there is nothing to do" in place.miles("rerun", "tiny", "failed", "update")
 
 
+def test_rescoring_compares_with_the_rewards_of_training(place: Place, trained: str, scored: str) -> None:
+    """The one reward is the size in kB, the other -kB/500: the order is turned round."""
+    sheet, before = place.home / "sheet.png", held(place)
+    output = place.miles("rescore", "latest", "--output", str(sheet), *OTHER)
+    assert len(re.findall("rewards +reused", output)) == 2 and "starting the scorers" not in output
+    assert "before: jpeg-" in output and "after: jpeg-" in output
+    for name, groups in (("0", 2), ("1", 2), ("all", 4)):
+        assert re.search(rf"^ +{name} +\d+ +-0\.\S+ +[\d.]+ +-1\.000 +-1\.000 +{groups} of {groups}$", output, re.M)
+    assert sheet.read_bytes()[1:4] == b"PNG" and held(place) == before
+    one = place.miles("rescore", "tiny", "--iterations", "1", "--sheet", "0", *OTHER)
+    assert " all " not in one and "disagree" not in one
+    assert "rescore with what?" in place.miles("rescore", "tiny", code=2)
+    assert "--lr affects update, not rewards" in place.miles("rescore", "tiny", "--lr", "0.5", code=2)
+
+
 def test_forced_remakes_are_identical(place: Place, trained: str) -> None:
     output = place.miles("rerun", "tiny", "0:2", "rewards", "--force")
     assert len(re.findall(r"compared with \w+: identical", output)) == 2

@@ -24,7 +24,7 @@ from miles_core.rollout.microgroup import joined, microgroups
 from miles_core.store.parts import read_bytes, read_table
 from miles_core.store.stages import ITERATION_STAGES
 from miles_core.weights.packing import adapter_tensors
-from miles_core.weights.verify import probe_tolerance
+from miles_core.weights.probe_spec import probe_tolerance
 
 pytestmark = pytest.mark.integration
 
@@ -146,7 +146,10 @@ def test_a_deleted_rollout_is_remade_with_the_same_digest(place: Place, trained:
 
 
 def test_a_larger_number_of_iterations_carries_on(place: Place, trained: str) -> None:
-    output = place.miles("train", "tiny", "--num-rollout", "3")
+    """The command itself loads no tensor library: that costs each command seconds, and its actors have their own."""
+    output = place.miles("train", "tiny", "--num-rollout", "3", PYTHONPROFILEIMPORTTIME="1")
+    imported = set(re.findall(r"^import time:.*\| +(\S+)$", output, re.MULTILINE))
+    assert "prefect" in imported and not imported & {"torch", "peft", "transformers", "diffusers"}
     assert output.count(": reused") == 2
     assert re.search(r"^iteration 2$", output, re.MULTILINE)
     assert len(re.findall("computed", output)) >= 6
@@ -214,15 +217,27 @@ def test_two_commands_do_not_train_one_run(place: Place, trained: str) -> None:
 
 
 def test_the_ocr_recipe_runs_on_two_ranks(place: Place, trained: str) -> None:
-    output = place.miles("train", "tiny-ocr", "--num-rollout", "1", "--actor-num-gpus-per-node", "2")
-    policy = place.on_line("tiny-ocr", -1, "policy").content_digest
-    assert policy == place.on_line("tiny", -1, "policy").content_digest
+    """Two rewards, and rewards that differ within their groups: a model that draws words."""
+    several = ["--rm-types", "ocr,jpeg_compressibility", "--rm-weights", "1,0.5", "--rm-normalize"]
+    small = ["--rollout-batch-size", "4", "--n-samples-per-prompt", "8"]
+    output = place.miles("train", "tiny-ocr", "--num-rollout", "1", "--actor-num-gpus-per-node", "2", *small, *several)
     assert "run tiny-ocr is done: 1 iterations computed" in output
+    assert "rollout/reward/ocr_mean=" in output and "rollout/reward/jpeg_compressibility_mean=-" in output
     rewards = place.on_line("tiny-ocr", 0, "rewards")
     rows = [row for part in rewards.data for row in read_table(place.store("tiny-ocr").files, part).to_pylist()]
     assert len(rows) == 32
-    assert {row["rm_type"] for row in rows} == {"ocr"}
+    assert {row["rm_type"] for row in rows} == {"ocr+jpeg_compressibility"}
     assert all(row["recognized"] is not None and row["target"] for row in rows)
+    assert all(
+        row["reward"] == pytest.approx(row["score_ocr"] + 0.5 * row["score_jpeg_compressibility"]) for row in rows
+    )
+    read = [row["score_ocr"] for row in rows]
+    assert 0.2 < sum(read) / len(read) < 0.95 and len(set(read)) > 2
+    made = place.on_line("tiny-ocr", 0, "advantages")
+    told = [row for part in made.data for row in read_table(place.store("tiny-ocr").files, part).to_pylist()]
+    assert not any(row["zero_std"] for row in told)
+    assert abs(sum(row["advantage"] for row in told)) < 1e-6
+    assert place.on_line("tiny-ocr", 0, "update").summary["grad_norm"] > 0
 
 
 class TestReaders:

@@ -15,7 +15,7 @@ from trained_rollouts import Iteration, adapter_file, part_named, run_config, tr
 
 from miles_core.families.tiny_sd3 import make_tiny_sd3
 from miles_core.store.parts import read_bytes
-from miles_core.weights.packing import to_push
+from miles_core.weights.adapter_file import to_push
 
 pytestmark = pytest.mark.integration
 

@@ -40,7 +40,7 @@ def test_the_page_and_the_command_list_the_choices(capsys: pytest.CaptureFixture
         assert words and words in listed[at + 1]
         assert words in next(line for line in page if line.startswith(f"| `{flag(name)}` |"))
     assert (
-        choices("rm_type") == ("pickscore", "ocr", "jpeg_compressibility", "jpeg_incompressibility")
+        choices("rm_type") == ("pickscore", "ocr", "remote_rm", "jpeg_compressibility", "jpeg_incompressibility")
         and choices("lr") == ()
     )
 

@@ -19,7 +19,7 @@ def test_all_nineteen_are_there() -> None:
 def test_the_default_takes_the_pages_arguments(hook: Hook) -> None:
     default = hook.load()
     names = parameters_of(default)
-    missing = [name for name in hook.parameters if name not in names]
+    missing = [name for name in (*hook.parameters, *hook.keywords) if name not in names]
     assert not missing, f"{hook.default} takes {names}"
     assert inspect.iscoroutinefunction(default) == hook.asynchronous
 

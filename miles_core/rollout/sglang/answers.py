@@ -34,8 +34,9 @@ class PackedResult:
         return GenerateResult(outputs, described, self.engine, self.started_at, self.seconds)
 
 
-def body_of(request: GenerateRequest, *, conditioning: bool = False) -> dict[str, Any]:
-    """The JSON of a request. Everything the server has a default for is said: its debug tensors are on by default."""
+def body_of(request: GenerateRequest, *, conditioning: bool = False, text_tokens: int | None = None) -> dict[str, Any]:
+    """The JSON of a request. Everything the server has a default for is said: its debug tensors are on by default.
+    text_tokens: what every text encoder reads; None: the server's own lengths."""
     # An absent negative prompt becomes the model's default one: guidance that is off is told by the scale.
     guidance = request.guidance_scale if request.guided else 1.0
     steps = None if request.sde_type == "ode" else request.sde_step_indices
@@ -59,6 +60,7 @@ def body_of(request: GenerateRequest, *, conditioning: bool = False) -> dict[str
         "rollout_return_dit_trajectory": not conditioning,
         "rollout_sde_step_indices": None if steps is None else list(steps),
         "suppress_logs": True,
+        "extra_sampling_params": None if text_tokens is None else {"max_sequence_length": text_tokens},
     }
 
 

@@ -14,6 +14,7 @@ from miles_core.rollout.protocol import GenerateRequest, GenerateResult, SyncRep
 from miles_core.rollout.sglang import answers, push
 from miles_core.rollout.sglang.answers import PackedResult
 from miles_core.rollout.sglang.server import Server
+from miles_core.rollout.sglang.texts import text_tokens
 from miles_core.weights.digest import policy_digest
 from miles_core.weights.packing import from_safetensors
 
@@ -57,6 +58,7 @@ class SglangEngine:
         self._client: httpx.Client | None = None
         self._asleep = False
         self._pushed, self._digest = dict[str, str](), ""
+        self._text_tokens = text_tokens(Path(checkpoint), family, guided=False)
 
     def start(self) -> None:
         """Start the server and wait until it serves; a second call changes nothing. Raises StageError."""
@@ -79,12 +81,12 @@ class SglangEngine:
         with self._lock:
             self._awake()
             started_at, clock = time.time(), time.perf_counter()
-            body = self._post("/rollout/generate", answers.body_of(request)).content
+            body = self._post("/rollout/generate", self._body(request)).content
             seconds = time.perf_counter() - clock
             described = None
             if describe:
                 cheap = answers.for_conditioning(request)
-                described = self._post("/rollout/generate", answers.body_of(cheap, conditioning=True)).content
+                described = self._post("/rollout/generate", self._body(cheap, conditioning=True)).content
             return PackedResult(request, body, described, self.name, started_at, seconds)
 
     def update_weights(self, adapter: bytes, *, lora_alpha: int, lora_rank: int) -> SyncReply:
@@ -152,6 +154,9 @@ class SglangEngine:
     def _awake(self) -> None:
         if self._asleep:
             raise StageError(f"engine {self.name} is asleep: wake it before it generates or takes a policy")
+
+    def _body(self, request: GenerateRequest, *, conditioning: bool = False) -> dict[str, Any]:
+        return answers.body_of(request, conditioning=conditioning, text_tokens=self._text_tokens)
 
     def _prove(self, digests: Mapping[str, str]) -> None:
         self._post(

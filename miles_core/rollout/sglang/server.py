@@ -1,8 +1,8 @@
 """A sglang-diffusion server of this process's own, on loopback: started, proved to be ours, ended with us."""
 
 import os
+import re
 import secrets
-import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -13,20 +13,29 @@ import httpx
 
 from miles_core.errors import StageError
 from miles_core.runtime.guard import Guarded
+from miles_core.runtime.ports import free_ports
 
 # What the server's registry calls the model whose native pipeline serves a family: a folder's name tells it nothing.
 MODEL_IDS = {"sd3": "stable-diffusion-3.5-medium"}
 _ENCODERS = {"sd3": 3}
 _FALLBACK = "Diffusers"
 _LAST_LINES = 8
+# It stays up and never serves: its HTTP port lives, what stands behind it is gone.
+_BROKEN = "exited; restart the server"
+_PORT = re.compile(r"broker exited|port \d+ is unavailable|address already in use", re.IGNORECASE)
+
+
+class PortTaken(StageError):
+    """Another process holds a port that was free a moment ago."""
 
 
 def command(
     checkpoint: str, family: str, dtype: str, ports: tuple[int, int, int], nonce: str, options: Mapping[str, str]
 ) -> list[str]:
     """The server's command line. `options` are the server's own by name (`attention_backend`) and come before our defaults;
-    the value "true" is a switch, "false" takes a default of ours away or is passed on. `ports`: of HTTP, of its
-    scheduler and of its process group; the last two would be 5555 and 30005 for every server."""
+    the value "true" is a switch, "false" takes a default of ours away or is passed on. `ports`: of HTTP (its
+    broker takes the next one), of its scheduler and of its process group; the last two would be 5555 and 30005 for every
+    server."""
     ours = {
         "model-type": "diffusion",
         "model-path": checkpoint,
@@ -64,24 +73,38 @@ class Server:
     ) -> None:
         self.name, self.log = name, log
         self._nonce = f"miles-{secrets.token_hex(8)}"
-        ports = _free_ports()
-        self.url = f"http://127.0.0.1:{ports[0]}"
-        self._command = command(checkpoint, family, dtype, ports, self._nonce, options)
+        self._served = checkpoint, family, dtype, dict(options)
+        self.url = ""
         self._environment = dict(os.environ) | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
         if device == "cpu":
             self._environment |= {"SGLANG_DIFFUSION_PLATFORM_OVERRIDE": "cpu", "OMP_NUM_THREADS": "1"}
         self._process: Guarded | None = None
 
     def start(self, seconds: float) -> None:
-        """Start it and wait until it serves. Raises StageError with its last lines where it ends or takes longer, and
-        where what answers is not ours or not its native engine."""
+        """Start it and wait until it serves; where another took one of its ports meanwhile, on others. Raises StageError
+        with its last lines where it ends or takes longer, and where what answers is not ours or not its native engine."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self._process = Guarded(self._command, self._environment, self.log)
+        for last in (False, False, True):
+            try:
+                return self._start(seconds)
+            except PortTaken:
+                if last:
+                    raise
+
+    def _start(self, seconds: float) -> None:
+        checkpoint, family, dtype, options = self._served
+        http, _broker, scheduler, master = free_ports(4)
+        self.url = f"http://127.0.0.1:{http}"
+        words = command(checkpoint, family, dtype, (http, scheduler, master), self._nonce, options)
+        before = self.log.stat().st_size if self.log.exists() else 0
+        self._process = Guarded(words, self._environment, self.log)
         deadline = time.monotonic() + seconds
         try:
             while not self.healthy():
-                if self._process.ended():
-                    raise StageError(f"the sglang server of {self.name} did not start: {self.last_lines()}")
+                said = self._printed(before)
+                if _BROKEN in said or self._process.ended():
+                    kind = PortTaken if _PORT.search(said) else StageError
+                    raise kind(f"the sglang server of {self.name} did not start: {self.last_lines()}")
                 if time.monotonic() > deadline:
                     raise StageError(
                         f"the sglang server of {self.name} was not ready within {seconds:.0f} s: {self.last_lines()}"
@@ -116,6 +139,11 @@ class Server:
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         return f"{' | '.join(lines[-_LAST_LINES:])} (all of it: {self.log})"
 
+    def _printed(self, since: int) -> str:
+        with self.log.open("rb") as file:
+            file.seek(since)
+            return file.read().decode(errors="replace")
+
     def _prove(self) -> None:
         said = self._ask("server_info").get("served_model_name")
         if said != self._nonce:
@@ -130,12 +158,3 @@ class Server:
     def _ask(self, what: str) -> dict[str, Any]:
         answer: dict[str, Any] = httpx.get(f"{self.url}/{what}", timeout=30, trust_env=False).json()
         return answer
-
-
-def _free_ports() -> tuple[int, int, int]:
-    with socket.socket() as http, socket.socket() as scheduler, socket.socket() as master:
-        probes = http, scheduler, master
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        first, second, third = (int(probe.getsockname()[1]) for probe in probes)
-        return first, second, third

@@ -23,8 +23,11 @@ from miles_core.pipeline import prompts
 from miles_core.pipeline.inputs import Inputs, resolve_inputs
 from miles_core.pipeline.retention import rules_of
 from miles_core.pipeline.run import begin_run, plan_run
+from miles_core.pipeline.source import opened
 from miles_core.pipeline.stage import Step, run_stage
-from miles_core.rewards.rm_hub import Score, Scorers, batched_async_rm, score_sample
+from miles_core.pipeline.waves import draw_waves
+from miles_core.rewards.rm_hub import Scorers, batched_async_rm, score_sample
+from miles_core.rewards.scores import Score
 from miles_core.rewards.worker import RewardWorker
 from miles_core.rollout.engines import make_engine
 from miles_core.rollout.protocol import GenerateRequest
@@ -45,6 +48,22 @@ OWN = """
 async def score(args, samples): return [1.0 for _ in samples]
 def normalize(args, samples): return [], []
 def drop(args, data): return None
+def formula(ctx, batch, prepared, *, new_pred, ref_pred, metrics, **kwargs): return new_pred.sum()
+def prepare(ctx, batch, *, pad_to_len=None): return batch
+def pairs(args, samples, rewards, raw_rewards): return {}
+def convert(args, samples): return {}
+async def generate(args, microgroup, sampling_params): return microgroup
+def last(args, rollout_id, buffer, num_samples): return [buffer.pop()]
+class Source:
+    def __init__(self, args): pass
+    def get_samples(self, num_samples): return []
+    def add_samples(self, samples): pass
+    def save(self, rollout_id): pass
+    def load(self, rollout_id=None): pass
+def log_rollout(rollout_id, args, samples, rollout_extra_metrics, rollout_time): return False
+def log_eval(rollout_id, args, data, extra_metrics): return False
+class Backend:
+    def __init__(self, *, noise_level, log_prob_no_const): pass
 """
 
 
@@ -184,6 +203,10 @@ def own_functions(c: RunConfig, place: Place) -> str:
     return " ".join(resolve_inputs(c).hooks)
 
 
+def loss_type(c: RunConfig, place: Place) -> str:
+    return str(c.args().loss_type)
+
+
 def service(c: RunConfig, place: Place) -> str | None:
     found: str | None = c.args().rm_url
     return found
@@ -274,6 +297,36 @@ def drawn(c: RunConfig, place: Place) -> list[dict[str, Any]]:
     made = run_stage(place.step(c), "prompts", {}, prompts.draw).manifest
     files = place.step(c).store.files
     return cast(list[dict[str, Any]], pa.concat_tables([read_table(files, p) for p in made.data]).to_pylist())
+
+
+def served_from_the_buffer(c: RunConfig, place: Place) -> int:
+    """The group that is served first of three in the buffer."""
+    with opened(c, 0, place.step(c).store.files, None) as source:
+        source.source.add_samples(source.source.get_samples(3))
+        return source.source.get_samples(1)[0][0].group_index
+
+
+def waves_of_groups(c: RunConfig, place: Place) -> list[int]:
+    """Groups of each wave, where those of the first have one reward each and those of the second have spread."""
+    step, waves = place.step(c), list[int]()
+
+    def make(step: Step, attempt: Any, upstream: Any, groups: list[list[Sample]]) -> dict[int, float]:
+        waves.append(len(groups))
+        return {s.index: float(s.index * (len(waves) - 1)) for group in groups for s in group}
+
+    if not c.in_waves:
+        return [len({row["group_index"] for row in drawn(c, place)})]
+    attempt = step.store.open_attempt("prompts", 0, "f" * 64, {}, resumable=False)
+    with opened(c, 0, step.store.files, None) as source:
+        draw_waves(step, attempt, {}, source, make)
+    return waves
+
+
+def ends_after_a_wave(c: RunConfig, place: Place) -> bool:
+    try:
+        return waves_of_groups(c, place) == [0]
+    except StageError:
+        return True
 
 
 def first_words(c: RunConfig, place: Place) -> set[str]:

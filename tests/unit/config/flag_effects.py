@@ -6,6 +6,8 @@ from typing import Any
 
 import consumers as see
 import evaluation_consumers as evaluated
+import guard_consumers as guarded
+import logging_consumers as logged
 from consumers import Place
 
 from miles_core.config import RunConfig
@@ -40,20 +42,36 @@ TRAINER = "tests/unit/training/test_trainer.py::"
 RANKS = "tests/integration/test_trainer_ranks.py::"
 PROCESSES = "tests/integration/test_flags_of_processes.py::"
 OCR = "tests/integration/test_ocr_reward.py::"
+SEVERAL = "tests/unit/rewards/test_several.py::"
+REMOTE = "tests/unit/rewards/test_remote.py::test_"
 SGLANG = "tests/integration/test_sglang_engine.py::"
 ALIGNMENT = "tests/unit/training/test_alignment.py::"
 LOST = f"{SGLANG}test_a_server_lost_in_the_middle_costs_no_row"
 VERSIONS = "tests/unit/pipeline/test_versions.py::"
 LOOP = "tests/integration/test_train.py::"
 
+
 EXAMPLE = "tests/integration/test_hooks.py::test_the_worked_example"
+TRAINED_ON_OWN = "tests/integration/test_hooks.py::test_a_training_on_functions_of_ones_own"
+OWN_OBJECTIVE = "tests/unit/training/test_own_objective.py::test_"
+ON_ITS_OWN = "_is_trained_on_its_own_pairs_and_its_metrics_are_columns"
 
 
-def own(function: str, option: str) -> Effect:
+def own(function: str, option: str, test: str = EXAMPLE) -> Effect:
     """A user's own function, in own.py of the place."""
-    return Effect(f"own.{function}", see.own_functions, "", option, base={"code_path": "{}"}, tests=(EXAMPLE,))
+    return Effect(f"own.{function}", see.own_functions, "", option, base={"code_path": "{}"}, tests=(test,))
 
 
+OWN_LOSS = {
+    "code_path": "{}",
+    "custom_loss_function_path": "own.formula",
+    "custom_prepare_train_batch_path": "own.prepare",
+    "custom_expand_samples_to_train_pairs_path": "own.pairs",
+}
+
+
+WAVES = "tests/integration/test_dynamic_sampling.py::test_"
+LAST_OF_THE_BUFFER = "tests/unit/pipeline/test_waves.py::test_an_own_buffer_filter_says_what_is_served_first"
 NO_WINDOW = {"diffusion_sde_window_range": None}
 CHOICE = NO_WINDOW | {"diffusion_step_strategy_path": "epoch_global_random_choice"}
 LINEAR = {"lr": 1.0, "lr_decay_style": "linear", "lr_decay_iters": 10}
@@ -211,7 +229,9 @@ DATA: dict[str, Effect | OneChoice] = {
     "prompt_data": Effect("{}/q.jsonl", see.first_words, {"p"}, {"q"}),
     "input_key": Effect("text", see.first_words, {"p"}, {"other"}),
     "metadata_key": Effect("more", see.own_scorers, {None}, {"jpeg_incompressibility"}),
-    "rollout_batch_size": Effect(2, see.groups_and_samples, (4, 32), (2, 16), derives=("global_batch_size",)),
+    "rollout_batch_size": Effect(
+        2, see.groups_and_samples, (4, 32), (2, 16), derives=("global_batch_size", "over_sampling_batch_size")
+    ),
     "n_samples_per_prompt": Effect(
         4,
         see.groups_and_samples,
@@ -254,14 +274,51 @@ DATA: dict[str, Effect | OneChoice] = {
     "train_dp_split_mode": Effect("stride", tests=(f"{FLAGS_OF_TRAINING}test_a_rank_takes_the_samples_asked_for",)),
 }
 
+SAMPLING: dict[str, Effect | OneChoice] = {
+    "data_source_path": own(
+        "Source", "data_source_path", f"{WAVES}an_own_data_source_is_carried_on_from_its_own_files"
+    ),
+    "buffer_filter_path": Effect(
+        "own.last", see.served_from_the_buffer, 0, 2, base={"code_path": "{}"}, tests=(LAST_OF_THE_BUFFER,)
+    ),
+    "over_sampling_batch_size": Effect(
+        6, see.waves_of_groups, [4], [6], tests=(f"{WAVES}the_surplus_is_served_first",)
+    ),
+    "dynamic_sampling_filter_path": Effect(
+        "check_reward_nonzero_std", see.waves_of_groups, [4], [4, 4], tests=(f"{WAVES}groups_are_dropped",)
+    ),
+    "dynamic_sampling_max_waves": Effect(
+        1,
+        see.ends_after_a_wave,
+        False,
+        True,
+        base={"dynamic_sampling_filter_path": "check_reward_nonzero_std"},
+        tests=(f"{WAVES}too_many_waves_fail_and_are_carried_on",),
+    ),
+}
+
 ALGORITHM: dict[str, Effect | OneChoice] = {
     "custom_reward_post_process_path": own("normalize", "custom_reward_post_process_path"),
     "rollout_sample_filter_path": own("drop", "rollout_sample_filter_path"),
+    "custom_loss_function_path": own("formula", "custom_loss_function_path", f"{OWN_OBJECTIVE}an_own_loss{ON_ITS_OWN}"),
+    "custom_prepare_train_batch_path": own(
+        "prepare", "custom_prepare_train_batch_path", f"{OWN_OBJECTIVE}an_own_loss{ON_ITS_OWN}"
+    ),
+    "custom_expand_samples_to_train_pairs_path": own(
+        "pairs", "custom_expand_samples_to_train_pairs_path", f"{OWN_OBJECTIVE}an_own_loss{ON_ITS_OWN}"
+    ),
+    "custom_convert_samples_to_train_data_path": own(
+        "convert", "custom_convert_samples_to_train_data_path", TRAINED_ON_OWN
+    ),
+    "custom_generate_function_path": own("generate", "custom_generate_function_path", TRAINED_ON_OWN),
+    "sde_step_backend_path": own("Backend", "sde_step_backend_path", f"{OWN_OBJECTIVE}own_dynamics_move_the_log_probs"),
     "diffusion_recompute_old_log_prob": Effect(
         True, tests=(f"{ALIGNMENT}test_the_trainers_own_log_probs_make_the_first_ratio_one",)
     ),
     "alignment_gate": Effect("stop", tests=(f"{ALIGNMENT}test_a_gate_that_stops_does_so_before_anything_moved",)),
-    "loss_type": OneChoice("policy_loss", "nft"),
+    "loss_type": Effect(
+        "custom_loss", see.loss_type, "policy_loss", "custom_loss", base=OWN_LOSS, tests=(TRAINED_ON_OWN,)
+    ),
     "advantage_estimator": OneChoice("grpo", "gae"),
     "disable_grpo_std_normalization": Effect(True, see.advantages, [-1, 1, -1, 1], [-0.5, 0.5, -2, 2], base=OWN_STD),
     "globalize_reward_mean": Effect(True, see.advantages, [-1, 1, -1, 1], [-4.5, -2.5, -0.125, 1.875], base=OWN_STD),
@@ -285,8 +342,30 @@ REWARD: dict[str, Effect | OneChoice] = {
     "rm_type": Effect(
         "jpeg_incompressibility", see.scorer, ("jpeg_compressibility", False), ("jpeg_incompressibility", True)
     ),
+    "rm_types": Effect(
+        ("jpeg_incompressibility", "jpeg_compressibility"),
+        see.scorer,
+        ("jpeg_compressibility", False),
+        ("jpeg_incompressibility+jpeg_compressibility", True),
+        tests=(f"{SEVERAL}test_every_sample_is_scored_by_all_and_gets_the_weighted_sum",),
+    ),
+    "rm_weights": Effect(
+        (1.0, 900.0),
+        see.scorer,
+        ("jpeg_incompressibility+jpeg_compressibility", True),
+        ("jpeg_incompressibility+jpeg_compressibility", False),
+        base={"rm_types": ("jpeg_incompressibility", "jpeg_compressibility")},
+    ),
+    "rm_normalize": Effect(
+        True,
+        base={"rm_types": ("jpeg_incompressibility", "jpeg_compressibility")},
+        tests=(f"{SEVERAL}TestNormalized::test_no_reward_outweighs_another_by_its_scale",),
+    ),
     "custom_rm_path": own("score", "custom_rm_path"),
     "rm_url": Effect("http://other/score", see.service, None, "http://other/score", tests=(EXAMPLE,)),
+    "remote_rm_batch_size": Effect(3, tests=(f"{REMOTE}the_service_gets_the_images_and_its_numbers_are_the_rewards",)),
+    "remote_rm_concurrency": Effect(1, tests=(f"{REMOTE}no_more_requests_at_once_than_the_option_says",)),
+    "remote_rm_timeout": Effect(1.0, tests=(f"{REMOTE}a_service_that_is_silent_or_not_there_is_an_error_too",)),
     "reward_max_retries": Effect(0, see.tries_of_a_failing_score, 3, 1),
     "pickscore_model_path": Effect("{}/other-clip", see.pick_folder(0), "clip", "other-clip", base=PICK_RUN),
     "pickscore_processor_path": Effect("{}/other-clip", see.pick_folder(1), "clip", "other-clip", base=PICK_RUN),
@@ -338,31 +417,104 @@ DEBUG: dict[str, Effect | OneChoice] = {
     "debug_alignment": Effect(True, see.alignment_probe, (False, False), (True, True), derives=BOTH),
 }
 
-EFFECTS = RUN | CLUSTER | TRAINING | OPTIMIZER | ROLLOUT | DATA | ALGORITHM | REWARD | LORA | EVALUATION | DEBUG
+GUARDED = "tests/integration/test_guard.py::test_"
+GUARD: dict[str, Effect | OneChoice] = {
+    "guard": Effect(
+        "suspend", guarded.action, "warn", "suspend", tests=(f"{GUARDED}a_command_stops_and_says_how_to_go_on",)
+    ),
+    "guard_actions": Effect(("reward-drop=suspend", "grid=off"), guarded.action, "warn", "suspend"),
+    "guard_reward_drop": Effect(9.0, guarded.finds("reward-drop"), True, False),
+    "guard_kl": Effect(0.1, guarded.finds("kl"), False, True),
+    "guard_grad_norm": Effect(5000.0, guarded.finds("grad-norm"), True, False),
+    "guard_zero_std_share": Effect(1.0, guarded.finds("zero-std-share"), True, False),
+    "guard_heldout_window": Effect(9, guarded.finds("heldout"), True, False),
+    "guard_grid": Effect(20.0, guarded.finds("grid"), True, False),
+    "guard_from": Effect(6, guarded.finds("reward-drop"), True, False),
+    "guard_max_rewinds": Effect(0, tests=(f"{GUARDED}a_rewound_run_trains_on_in_a_fork_with_another_seed",)),
+}
+
+WANDB = {"use_wandb": True, "wandb_mode": "offline"}
+LOG = "tests/unit/pipeline/test_log.py::"
+LOGGING: dict[str, Effect | OneChoice] = {
+    "use_wandb": Effect(
+        True,
+        logged.is_on,
+        False,
+        True,
+        tests=(f"{LOG}TestWandb::test_it_is_on_where_there_is_a_key_or_it_is_asked_for",),
+    ),
+    "wandb_project": Effect("mine", logged.started("project"), "miles-flows", "mine", base=WANDB),
+    "wandb_group": Effect("mine", logged.started("group"), None, "mine", base=WANDB),
+    "wandb_run_id": Effect("mine", logged.started("id"), "made", "mine", base=WANDB),
+    "wandb_team": Effect("mine", logged.started("entity"), None, "mine", base=WANDB),
+    "wandb_host": Effect("http://h:1", logged.host, "wandb's own", "http://h:1", base=WANDB),
+    "wandb_dir": Effect("{}/w", logged.started("dir"), "/logged/r", "/w", base=WANDB),
+    "wandb_mode": Effect("disabled", logged.is_on_with_a_key, True, False),
+    "wandb_log_num_images": Effect(2, logged.images, [0, 0, 0], [2, 2, 2]),
+    "wandb_log_image_interval": Effect(2, logged.images, [3, 3, 3], [3, 0, 3], base={"wandb_log_num_images": 3}),
+    "use_tensorboard": Effect(True, logged.event_folders, "", "/logged/r/tensorboard"),
+    "tensorboard_dir": Effect(
+        "{}/board", logged.event_folders, "/logged/r/tensorboard", "/board/r", base={"use_tensorboard": True}
+    ),
+    "custom_rollout_log_function_path": own(
+        "log_rollout",
+        "custom_rollout_log_function_path",
+        "tests/integration/test_logging.py::test_an_own_function_takes_over",
+    ),
+    "custom_eval_rollout_log_function_path": own(
+        "log_eval",
+        "custom_eval_rollout_log_function_path",
+        "tests/integration/test_logging.py::test_an_own_function_takes_over",
+    ),
+}
+
+EFFECTS = (
+    RUN
+    | CLUSTER
+    | TRAINING
+    | OPTIMIZER
+    | ROLLOUT
+    | DATA
+    | SAMPLING
+    | ALGORITHM
+    | REWARD
+    | LORA
+    | EVALUATION
+    | DEBUG
+    | GUARD
+    | LOGGING
+)
 
 # What each option's result is in, said once more than in its declaration: a declaration that is forgotten shows.
 STAGES_OF: dict[tuple[str, ...], str] = {
     (): """run_id new artifact_root code_path num_rollout keep_full_checkpoints keep_latents_iterations actor_num_nodes
         actor_num_gpus_per_node rollout_num_engines device distributed_timeout_minutes keep_actors actor_idle_minutes
         dp_replicate_size deterministic_mode rollout_parser_num_workers rollout_max_retries reward_max_retries
+        remote_rm_batch_size remote_rm_concurrency remote_rm_timeout
         pickscore_num_workers pickscore_num_gpus_per_worker refuse_other_versions
         alignment_gate use_fault_tolerance rollout_health_check_interval
         rollout_health_check_timeout rollout_health_check_first_wait ocr_num_workers
-        eval_interval skip_eval_before_train stop_on_eval_failure""",
+        eval_interval skip_eval_before_train stop_on_eval_failure dynamic_sampling_max_waves
+        guard guard_actions guard_reward_drop guard_kl guard_grad_norm
+        guard_zero_std_share guard_heldout_window guard_grid guard_from guard_max_rewinds
+        use_wandb wandb_project wandb_group wandb_run_id wandb_team wandb_host wandb_dir wandb_mode wandb_log_num_images
+        wandb_log_image_interval use_tensorboard tensorboard_dir custom_rollout_log_function_path
+        custom_eval_rollout_log_function_path""",
     ("policy",): "use_lora lora_rank lora_alpha lora_target_modules lora_init_weights",
     ("policy", "update"): "seed",
     ("policy", "rollout", "update", "evaluation"): "hf_checkpoint",
-    ("prompts",): "prompt_data rollout_batch_size",
+    ("prompts",): """prompt_data rollout_batch_size data_source_path buffer_filter_path
+        over_sampling_batch_size""",
     ("prompts", "evaluation"): "input_key metadata_key",
     ("prompts", "rollout"): "rollout_seed",
-    ("prompts", "advantages"): "n_samples_per_prompt",
+    ("prompts", "advantages"): "n_samples_per_prompt dynamic_sampling_filter_path",
     ("rollout",): """diffusion_step_strategy_path diffusion_num_steps diffusion_num_sde_steps
         diffusion_sde_window_range diffusion_sde_candidate_steps diffusion_noise_level diffusion_sde_type""",
     (
         "rollout",
         "evaluation",
     ): """rollout_engine sglang_options diffusion_guidance_scale diffusion_negative_prompt diffusion_height
-        diffusion_width diffusion_generator_device rollout_microgroup_size""",
+        diffusion_width diffusion_generator_device rollout_microgroup_size custom_generate_function_path""",
     ("rollout", "update"): "diffusion_log_prob_no_const diffusion_debug_mode debug_alignment",
     ("rollout", "update", "evaluation"): "diffusion_forward_dtype diffusion_model_family",
     (
@@ -371,8 +523,10 @@ STAGES_OF: dict[tuple[str, ...], str] = {
     ): """rm_type custom_rm_path rm_url pickscore_model_path pickscore_processor_path
         pickscore_batch_size ocr_engine ocr_min_confidence ocr_det_model_dir ocr_rec_model_dir""",
     ("evaluation",): "eval_prompt_data n_samples_per_eval_prompt diffusion_eval_num_steps",
-    ("advantages",): """advantage_estimator disable_grpo_std_normalization globalize_reward_mean
-        globalize_reward_std custom_reward_post_process_path rollout_sample_filter_path""",
+    ("rewards", "advantages", "evaluation"): "rm_types rm_weights",
+    ("advantages",): """rm_normalize advantage_estimator disable_grpo_std_normalization globalize_reward_mean
+        globalize_reward_std custom_reward_post_process_path rollout_sample_filter_path
+        custom_convert_samples_to_train_data_path""",
     (
         "update",
     ): """debug_skip_optimizer_step diffusion_recompute_old_log_prob train_backend fsdp_master_dtype fsdp_reduce_dtype
@@ -380,5 +534,7 @@ STAGES_OF: dict[tuple[str, ...], str] = {
         lr_decay_style min_lr lr_warmup_init lr_warmup_iters lr_warmup_fraction lr_decay_iters
         lr_wsd_decay_iters lr_wsd_decay_style global_batch_size num_steps_per_rollout micro_batch_size
         micro_batch_size_sample micro_batch_size_tstep diffusion_train_iter_order train_dp_split_mode
-        loss_type diffusion_clip_range diffusion_adv_clip_max diffusion_kl_beta ref_mode""",
+        loss_type custom_loss_function_path custom_prepare_train_batch_path
+        custom_expand_samples_to_train_pairs_path sde_step_backend_path
+        diffusion_clip_range diffusion_adv_clip_max diffusion_kl_beta ref_mode""",
 }

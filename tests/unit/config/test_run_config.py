@@ -94,7 +94,21 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"diffusion_sde_type": "ode"}, "without one SDE step"),
     ({"diffusion_noise_level": 0}, "--diffusion-noise-level 0"),
     ({"diffusion_step_strategy_path": "sde_window"}, "picks --diffusion-num-sde-steps steps and that is 0"),
-    ({"diffusion_step_strategy_path": "mine.strategy", "diffusion_num_sde_steps": 1}, "not there yet"),
+    ({"diffusion_step_strategy_path": "window", "diffusion_num_sde_steps": 1}, "choose sde_window or"),
+    ({"loss_type": "custom_loss"}, "--loss-type custom_loss needs --custom-loss-function-path, --custom-prepare"),
+    (
+        {"loss_type": "custom_loss", "custom_loss_function_path": "a.b"},
+        "custom_loss needs --custom-prepare-train-batch-path",
+    ),
+    (
+        {"custom_convert_samples_to_train_data_path": "a.b", "custom_expand_samples_to_train_pairs_path": "a.b"},
+        "stands in the place of --custom-expand-samples-to-train-pairs-path",
+    ),
+    (
+        {"custom_convert_samples_to_train_data_path": "a.b", "custom_reward_post_process_path": "a.b"},
+        "stands in the place of --custom-reward-post-process-path",
+    ),
+    ({"loss_type": "sft_loss"}, "--loss-type 'sft_loss'"),
     ({"sglang_options": {"tp_size": 2}}, "--sglang-tp-size needs --rollout-engine sglang"),
     ({"rollout_engine": "sglang", "sglang_options": {"port": 1}}, "--sglang-port is given by the run itself"),
     ({"rollout_engine": "sglang", "sglang_options": {"batching_max_size": 2}}, "--sglang-batching-max-size above 1"),

@@ -233,6 +233,24 @@ class TestBuffer:
         with pytest.raises(InputError, match="returned 3 groups and 2 were asked for"):
             source.get_samples(2)
 
+    @pytest.mark.parametrize("answer", [None, (), [[Sample(group_index=0, index=0, prompt="", seed=0)]]])
+    def test_a_filter_that_returns_what_is_not_in_the_buffer_is_refused(
+        self, args: SimpleNamespace, answer: Any
+    ) -> None:
+        source = RolloutDataSourceWithBuffer(args)
+        source.buffer_filter = lambda args, rollout_id, buffer, num_samples: answer
+        source.add_samples(source.get_samples(3))
+        with pytest.raises(InputError, match="something else than a list of groups of the buffer"):
+            source.get_samples(2)
+
+    def test_what_a_filter_serves_leaves_the_buffer(self, args: SimpleNamespace) -> None:
+        """Also where the filter leaves it there: no group is trained on for ever."""
+        source = RolloutDataSourceWithBuffer(args)
+        source.buffer_filter = lambda args, rollout_id, buffer, num_samples: buffer[1:2]
+        source.add_samples(source.get_samples(3))
+        assert [g[0].group_index for g in source.get_samples(2)] == [1, 3]
+        assert [g[0].group_index for g in source.buffer] == [0, 2]
+
     def test_groups_that_are_not_whole_or_there_already_are_refused(self, args: SimpleNamespace) -> None:
         source = RolloutDataSourceWithBuffer(args)
         groups = source.get_samples(2)

@@ -67,10 +67,13 @@ class TestWhatIsRead:
         assert len(set(targets)) == 32
         assert all(t and t.isascii() and t.isupper() and t.isalpha() and 3 <= len(t) <= 6 for t in targets)
         assert all(p.metadata == {"rm_type": "ocr"} for p in words)
+        held_out = load_prompts(resolve_prompt_path("tiny-ocr-eval"), rm_type=None)
+        others = {quoted_target(p.text) for p in held_out}
+        assert len(others) == len(held_out) == 32 and not others & set(targets)
 
     def test_any_other_name_is_a_path(self, tmp_path: Path) -> None:
         assert resolve_prompt_path(str(tmp_path / "tiny")) == tmp_path / "tiny"
-        assert set(PROMPT_SETS) == {"tiny", "tiny-ocr"}
+        assert set(PROMPT_SETS) == {"tiny", "tiny-ocr", "tiny-ocr-eval"}
         with pytest.raises(InputError, match="--prompt-data"):
             resolve_prompt_path("")
 
@@ -105,12 +108,6 @@ FAULTS = [
         "line 1: unknown rm_type 'ORC': choose pickscore",
     ),
     ("scorer list", "p.jsonl", '{"input": "a", "metadata": {"rm_type": ["ocr"]}}', "line 1: unknown rm_type"),
-    (
-        "remote",
-        "p.jsonl",
-        '{"input": "a", "metadata": {"rm_type": "remote_rm"}}',
-        "line 1: rm_type remote_rm is not there yet",
-    ),
     ("latin-1", "p.txt", b"a cat\na caf\xe9\n", "line 2 is not UTF-8: byte 6 of the line is 0xe9"),
     ("utf-16", "p.txt", "a cat".encode("utf-16"), "line 1 is not UTF-8: byte 1 of the line is 0xff"),
     ("empty file", "p.txt", "", "holds no prompt"),

@@ -1,17 +1,46 @@
 """Each check passes on a good recipe and says stop or warn, with a way out, on a made fault."""
 
+import runpy
 import shutil
 import socket
+import threading
+from http.server import ThreadingHTTPServer
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
 from miles_core.config.run_config import FIELDS, flag
-from miles_core.doctor import batches, installs, memory, place, policy, prompts, rewards, services
+from miles_core.doctor import batches, installs, logs, memory, place, policy, prompts, rewards, services
 from miles_core.doctor.check import Finding
 from miles_core.doctor.checks import CHECKS
 from miles_core.errors import InputError, StageError
 from miles_core.pipeline.run import begin_run, plan_run
+
+SHELF = """
+from miles.utils.types import Sample
+
+
+class Shelf:
+    def __init__(self, args):
+        self.n = args.n_samples_per_prompt
+
+    def get_samples(self, num_samples):
+        n = self.n
+        return [
+            [Sample(group_index=g, index=g * n + i, prompt=f"book {g}", seed=100 * g + i) for i in range(n)]
+            for g in range(num_samples)
+        ]
+
+    def add_samples(self, samples):
+        pass
+
+    def save(self, rollout_id):
+        pass
+
+    def load(self, rollout_id=None):
+        pass
+"""
 
 
 def told(finding: Finding, status: str, *words: str) -> None:
@@ -139,6 +168,14 @@ def test_fewer_prompts_than_an_iteration_draws(subject):
     told(prompts.prompts(subject(rollout_batch_size=4)), "warn", "--rollout-batch-size 3")
 
 
+def test_a_data_source_of_ones_own_is_what_is_tried(subject, tmp_path):
+    (tmp_path / "doctors_shelf.py").write_text(SHELF)
+    made = subject(data_source_path="doctors_shelf.Shelf", code_path=str(tmp_path), prompt_data="")
+    told(prompts.prompts(made), "pass", "2 prompts of iteration 0 by doctors_shelf.Shelf, the first 'book 0'")
+    assert [[sample.seed for sample in group] for group in made.draw(2)] == [[0, 1, 2, 3], [100, 101, 102, 103]]
+    assert made.inputs.prompts == ()
+
+
 def test_a_prompt_that_every_encoder_cuts(subject, tmp_path):
     (tmp_path / "p.txt").write_text("a cat\n" + "x" * 300 + "\n")
     told(prompts.prompt_length(subject()), "warn", "1 prompts are cut by every text encoder")
@@ -246,6 +283,20 @@ def own_reward(folder, body):
     return {"custom_rm_path": f"own_{len(body)}.score", "code_path": str(folder), "reward_max_retries": 0}
 
 
+def test_a_reward_service_is_tried_on_drawn_images(subject):
+    brightness = runpy.run_path(str(Path(__file__).parents[3] / "docs/examples/reward_server.py"))["Score"]
+    server = ThreadingHTTPServer(("127.0.0.1", 0), brightness)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    asked = {"rm_type": "remote_rm", "rm_url": f"http://127.0.0.1:{server.server_port}/", "reward_max_retries": 0}
+    try:
+        told(rewards.self_test(subject(**asked)), "pass", "to a drawn word and 1.000 to a blank image")
+    finally:
+        server.shutdown()
+        server.server_close()
+    with pytest.raises(StageError, match="ConnectError"):
+        rewards.self_test(subject(**asked))
+
+
 def test_an_own_reward_is_tried_on_drawn_images(subject, tmp_path):
     good = own_reward(tmp_path, "[float(s.generated_output.mean()) for s in samples]")
     told(rewards.self_test(subject(**good)), "pass", "own_", "to a blank image")
@@ -260,3 +311,41 @@ def test_an_own_reward_is_tried_on_drawn_images(subject, tmp_path):
 )
 def test_pitfall_25_noise_that_makes_words_illegible_is_told_before_a_run(mean, clean, status):
     told(rewards.judge_legibility("found", mean, clean, "--diffusion-noise-level 0.3"), status)
+
+
+class TestLogging:
+    @pytest.fixture(autouse=True)
+    def bare(self, monkeypatch, tmp_path):
+        for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_DIR"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+    def test_off_and_offline(self, subject):
+        told(logs.logs(subject()), "pass", "metrics.parquet", "wandb is off (no WANDB_API_KEY, no --use-wandb)")
+        told(
+            logs.logs(subject(use_wandb=True, wandb_mode="offline")), "pass", "offline", "root/tiny/wandb", "wandb sync"
+        )
+        told(logs.logs(subject(use_tensorboard=True)), "pass", "root/tiny/tensorboard")
+
+    def test_without_a_key_and_with_one_from_login(self, subject, tmp_path):
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", 0))
+            server.listen()
+            asked = subject(use_wandb=True, wandb_host=f"http://127.0.0.1:{server.getsockname()[1]}")
+            told(logs.logs(asked), "warn", "no API key", "--wandb-mode offline")
+            (tmp_path / "netrc").write_text("machine 127.0.0.1 login user password k\n")
+            (tmp_path / "netrc").chmod(0o600)
+            told(logs.logs(asked), "pass", "wandb at http://127.0.0.1:")
+
+    def test_a_server_that_does_not_answer(self, subject, monkeypatch):
+        monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+        asked = subject(wandb_host="http://user:s3cret@127.0.0.1:9")
+        told(logs.logs(asked), "warn", "nothing answers at http://***@127.0.0.1:9", "--wandb-mode offline")
+        told(logs.logs(subject(use_wandb=False)), "pass", "--no-use-wandb")
+
+    def test_packages_that_are_missing(self, subject, monkeypatch):
+        monkeypatch.setattr(logs, "installed", lambda package: False)
+        told(logs.logs(subject(use_wandb=True)), "stop", "wandb is not installed", "pip install")
+        told(logs.logs(subject(use_tensorboard=True)), "stop", "tensorboardX is not installed")
+        monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+        told(logs.logs(subject()), "warn", "WANDB_API_KEY is set")

@@ -3,7 +3,6 @@
 import pytest
 from tiny_run import TinyRun
 
-from miles_core.families.sd3 import CLIP_TOKENS, T5_TOKENS
 from miles_core.families.sizes import SHAPES, lora_parameters
 from miles_core.pipeline.budget import (
     Sizes,
@@ -17,6 +16,7 @@ from miles_core.pipeline.budget import (
 )
 from miles_core.pipeline.retention import retain
 from miles_core.store.files import Files
+from miles_core.words import CHECKPOINT
 
 SIZES = Sizes(latents=100.0, checkpoint=10.0, rest=1.0)
 
@@ -101,7 +101,8 @@ def test_the_line_of_a_run(run: TinyRun) -> None:
 
 def test_the_family_and_its_sizes_say_the_same(run: TinyRun) -> None:
     shapes = SHAPES["sd3"]
-    assert shapes.text_tokens == CLIP_TOKENS + T5_TOKENS
+    assert list(shapes.text_tokens(run.inputs.checkpoint).values()) == [77, 77, 256]
+    assert set(shapes.text_tokens(CHECKPOINT).values()) == {24}
     policy = run.store.on_line("policy", -1)
     assert policy is not None
     pairs = lora_parameters(run.inputs.checkpoint, shapes.lora_target_modules, run.config.lora.lora_rank)

@@ -20,7 +20,7 @@ from miles_core.pipeline.budget import estimate, measured
 from miles_core.pipeline.fork import begin_fork, plan_fork
 from miles_core.pipeline.inputs import resolve_inputs
 from miles_core.pipeline.iteration import finished
-from miles_core.pipeline.log import log_evaluation
+from miles_core.pipeline.log import RunLog
 from miles_core.pipeline.policy import adapter_of, policy_version
 from miles_core.pipeline.rerun import check_overrides, stages_of_rerun
 from miles_core.pipeline.stage import Outcome, Product, Step, Upstreams, find_stage, run_stage, stage_fingerprint
@@ -35,7 +35,7 @@ from miles_core.store.parts import read_bytes, read_table
 from miles_core.store.run_store import Attempt, RunStore
 from miles_core.store.schemas import evaluation_schema
 from miles_core.store.sql import Database
-from miles_core.weights.packing import to_push
+from miles_core.weights.adapter_file import to_push
 
 SAMPLES = 3
 
@@ -75,8 +75,8 @@ def make(step: Step, attempt: Attempt, upstream: Upstreams) -> Product:
             policy_version=policy_version(policy),
         )
         path = attempt.path(f"data/{group[0].index:08d}-1.parquet")
-        rm_types = {s.index: s.rm_type for s in group}
-        parts.append(RewardWorker(config.flat()).score_evaluation(files, made, path, list(each.components), rm_types))
+        metadata = {s.index: s.metadata for s in group}
+        parts.append(RewardWorker(config.flat()).score_evaluation(files, made, path, list(each.components), metadata))
     engine.stop()
     told = {"policy_digest": policy.summary["policy_digest"], "policy_version": policy_version(policy)}
     return Product(parts, told | {"sets": {}})
@@ -262,7 +262,9 @@ def test_a_rerun_names_the_command_for_evaluation() -> None:
 def test_metrics_are_by_set(evaluated: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
     outcome = evaluate(evaluated.step(1))
     rewards = torch.tensor([row["reward"] for row in rows(evaluated, outcome)], dtype=torch.float64)
-    log_evaluation(evaluated.step(1), outcome.manifest)
+    with RunLog(evaluated.config, evaluated.store, print) as log:
+        log.evaluation(evaluated.step(1), outcome.manifest)
+        log.evaluation(evaluated.step(1), outcome.manifest)
     shown = dict(word.split("=") for word in capsys.readouterr().out.split())
     assert float(shown["eval/held-out/reward/raw_mean"]) == pytest.approx(float(rewards.mean()), rel=1e-3)
     assert float(shown["eval/held-out/reward/raw_std"]) == pytest.approx(float(rewards.std(correction=0)), rel=1e-3)

@@ -48,6 +48,22 @@ def reused(child: Line, iteration: int) -> list[str]:
     return [stage for stage, outcome in child.iterate(iteration).items() if outcome.reused]
 
 
+def test_in_waves_a_changed_reward_draws_the_prompts_again(root: Root, places: dict[str, str]) -> None:
+    """They were chosen by it; and by the policy, which is upstream of them."""
+    retention._PASSED.clear()
+    parent = Line.begin(root, places, over_sampling_batch_size=6)
+    for iteration in range(2):
+        parent.iterate(iteration)
+    assert planned(parent, 1, overrides=OTHER).stage == "prompts"
+    with pytest.raises(InputError, match="affect prompts, which comes before rollout: give --stage prompts"):
+        planned(parent, 1, overrides=OTHER, stage="rollout")
+    child = fork(parent, 1, overrides=OTHER)
+    assert reused(child, 0) == list(ITERATION_STAGES) and reused(child, 1) == []
+    drawn = child.store.on_line("prompts", 1)
+    assert drawn is not None and drawn.affecting_config["rm_type"] == OTHER["rm_type"]
+    assert (drawn.upstream["policy"].stage, drawn.upstream["policy"].iteration) == ("update", 0)
+
+
 def test_a_changed_reward_keeps_prompts_and_rollout_and_makes_the_rest(parent: Line) -> None:
     before = parent.bytes()
     child = fork(parent, 1, overrides=OTHER)
@@ -71,6 +87,13 @@ def test_a_fork_resumes_and_reads_what_it_committed_before(parent: Line) -> None
     assert reused(Line(parent.root, child.config, child.inputs, again), 1) == list(ITERATION_STAGES)
     advantages = again.on_line("advantages", 1)
     assert advantages and {m.held_by for m in made_from(again, advantages).values()} == {"child", "parent"}
+
+
+def test_a_fork_has_a_wandb_run_of_its_own(parent: Line) -> None:
+    parent.config = parent.config.replace(wandb_run_id="theirs", wandb_group="both")
+    assert planned(parent, 1).config.logging.wandb_run_id is None
+    assert planned(parent, 1).config.logging.wandb_group == "both"
+    assert planned(parent, 1, overrides={"wandb_run_id": "ours"}).config.logging.wandb_run_id == "ours"
 
 
 def test_nothing_changed_begins_the_iteration_anew_and_comes_out_the_same(parent: Line) -> None:

@@ -1,7 +1,8 @@
 """What a rollout keeps of an earlier try: microgroups whose rows, latents and conditioning are all there."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pyarrow as pa
 import pytest
@@ -76,7 +77,7 @@ def data(step: Step, attempt: Attempt, name: str, digests: list[str], first: int
         "row_digest": "",
     }
     rows = [
-        values | {"sample_index": first + i, "group_index": 0, "seed": i, "latents_digest": digest}
+        values | {"sample_index": first + i, "group_index": 0, "seed": first + i, "latents_digest": digest}
         for i, digest in enumerate(digests)
     ]
     table = pa.Table.from_pylist(rows, schema=rollout_schema(sde_steps=1, steps=2))
@@ -116,6 +117,19 @@ def test_rows_without_their_latents_do_not_count(step: Step, attempt: Attempt, t
     assert kept(step, attempt) == {}
     path.write_bytes(whole)
     assert list(kept(step, attempt)) == [0]
+
+
+@pytest.mark.parametrize("change", [{"prompt": "another"}, {"seed": 7}, {"index": 4}])
+def test_rows_of_other_samples_under_the_same_number_do_not_count(
+    step: Step, attempt: Attempt, change: dict[str, Any]
+) -> None:
+    """A data source that does not draw the same again costs a microgroup, and trains on none that was not drawn."""
+    data(step, attempt, "00000000-1.parquet", latents(step, attempt, "00000000-1.parquet"))
+    samples = [Sample(group_index=0, index=i, prompt="p", seed=i) for i in range(2)]
+    found = _existing(step, attempt), [samples], SIZE, _kept_conditioning(step, attempt)
+    assert list(_kept(step, attempt, *found)) == [0]
+    samples[1] = replace(samples[1], **change)
+    assert _kept(step, attempt, *found) == {}
 
 
 @pytest.mark.parametrize(("first", "value"), [(2, 1.0), (0, 2.0)])

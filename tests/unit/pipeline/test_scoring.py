@@ -32,6 +32,7 @@ def test_the_summary_holds_the_mean_of_each_scorer_over_what_it_scored() -> None
     assert summary_of(table) == {
         "samples": 3,
         "reward_mean": 0.5,
+        "reward_std": pytest.approx((1 / 6) ** 0.5),
         "reward_min": 0.0,
         "reward_max": 1.0,
         "score_means": {"ocr": 0.25, "jpeg": 1.0},

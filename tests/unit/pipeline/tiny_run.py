@@ -23,7 +23,8 @@ from miles_core.pipeline.stage import Outcome, Product, Step, Upstreams, run_sta
 from miles_core.pipeline.upstream import policy_in_force, previous_prompts
 from miles_core.rewards.worker import RewardWorker
 from miles_core.rollout.diffusers_engine import DiffusersEngine
-from miles_core.rollout.parsing import ParserWorker, conditioning_id
+from miles_core.rollout.microgroup import conditioning_id
+from miles_core.rollout.parsing import ParserWorker
 from miles_core.rollout.protocol import GenerateRequest
 from miles_core.rollout.rollout_function import sampling_params
 from miles_core.rollout.step_strategies import step_seed
@@ -34,7 +35,7 @@ from miles_core.store.run_store import Attempt, RunStore
 from miles_core.store.schemas import SYNC
 from miles_core.store.stages import ITERATION_STAGES
 from miles_core.training.trainer import TrainerRank
-from miles_core.weights.packing import to_push
+from miles_core.weights.adapter_file import to_push
 from miles_core.weights.probe import probe_of, write_probe
 
 RUN = "r"

@@ -32,8 +32,8 @@ def worker(folder: Path, body: str, **args: Any) -> RewardWorker:
 def scored(folder: Path, body: str, **args: Any) -> list[dict[str, Any]]:
     files = Files(str(folder / "store"))
     part = rollout_part(files, IMAGES)
-    rm_types: dict[int, str | None] = {20: "beauty", 21: None, 22: None, 23: "ocr"}
-    made = worker(folder, body, **args).score(files, part, "rewards/0.parquet", [CUSTOM], rm_types)
+    metadata: dict[int, Any] = {20: {"rm_type": "beauty", "mood": "calm"}, 21: None, 22: None, 23: {"rm_type": "ocr"}}
+    made = worker(folder, body, **args).score(files, part, "rewards/0.parquet", [CUSTOM], metadata)
     return read_table(files, made).to_pylist()
 
 
@@ -80,3 +80,8 @@ if not mark.exists():
 return [2.5] * len(samples)
 """
     assert [(row["reward"], row["tries"]) for row in scored(tmp_path, body)] == [(2.5, 2)] * 4
+
+
+def test_it_gets_the_whole_metadata_of_a_prompt(tmp_path: Path) -> None:
+    rows = scored(tmp_path, "return [float(s.metadata.get('mood') == 'calm') for s in samples]")
+    assert [row["reward"] for row in rows] == [1.0, 0.0, 0.0, 0.0]

@@ -74,7 +74,12 @@ def test_through_the_worker_in_batches_beside_another_scorer(tmp_path: Path, fol
     args: dict[str, Any] = ARGS | {"rm_type": "pickscore", "pickscore_batch_size": size}
     files = Files(str(tmp_path))
     part = rollout_part(files, [png(image) for image in IMAGES])
-    own: dict[int, str | None] = {20: None, 21: "jpeg_incompressibility", 22: None, 23: "pickscore"}
+    own: dict[int, dict[str, str] | None] = {
+        20: None,
+        21: {"rm_type": "jpeg_incompressibility"},
+        22: None,
+        23: {"rm_type": "pickscore"},
+    }
     worker = RewardWorker(args, name="w", pickscore=folders)
     worker.warm_up()
     components = ["jpeg_incompressibility", "pickscore"]

@@ -15,8 +15,9 @@ from PIL import Image
 
 from miles_core.data.sample import Sample
 from miles_core.errors import InputError, StageError
-from miles_core.rewards.rm_hub import Score, Scorers, batched_async_rm, rgb_hwc_uint8, with_retries
-from miles_core.rewards.rm_types import check_rm_type, components_of, rm_types_of
+from miles_core.rewards.rm_hub import Scorers, batched_async_rm
+from miles_core.rewards.rm_types import check_rm_type, components_of, metadata_of
+from miles_core.rewards.scores import Score, rgb_hwc_uint8, with_retries
 from miles_core.rewards.worker import RewardWorker, decode_png
 from miles_core.store.files import DamagedError, Files
 from miles_core.store.parts import Part, read_table, write_table
@@ -92,7 +93,7 @@ class TestWorker:
         sizes = [jpeg_bytes(image) for image in images]
         assert len(set(sizes)) == 4
         part = rollout_part(files, [png(image) for image in images])
-        own = {20: None, 21: "jpeg_compressibility", 22: None, 23: "jpeg_compressibility"}
+        own = {20: None, 21: {"rm_type": "jpeg_compressibility"}, 22: None, 23: {"rm_type": "jpeg_compressibility"}}
         worker = RewardWorker(pickle.loads(pickle.dumps(ARGS)), name="reward-0")
         worker.warm_up()
         made = worker.score(files, part, "rewards/0.parquet", JPEG, own)
@@ -104,7 +105,7 @@ class TestWorker:
         assert table.column("reward").to_pylist() == expected
         assert table.column("score_jpeg_incompressibility").to_pylist() == [expected[0], None, expected[2], None]
         assert table.column("score_jpeg_compressibility").to_pylist() == [None, expected[1], None, expected[3]]
-        assert table.column("rm_type").to_pylist() == [own[i] or ARGS["rm_type"] for i in range(20, 24)]
+        assert table.column("rm_type").to_pylist() == [(own[i] or ARGS)["rm_type"] for i in range(20, 24)]
         assert table.column("rm_version").to_pylist() == ["jpeg-1:quality95"] * 4
         assert table.column("recognized").to_pylist() == table.column("target").to_pylist() == [None] * 4
         assert table.column("tries").to_pylist() == [1] * 4
@@ -224,14 +225,19 @@ class TestRefusals:
         ("run", "own", "components", "says"),
         [
             (None, {20: None}, JPEG, "sample 20 names no rm_type"),
-            ("jpeg_compressibility", {20: "sharpness"}, JPEG, "sample 20 has the unknown rm_type 'sharpness'"),
+            (
+                "jpeg_compressibility",
+                {20: {"rm_type": "sharpness"}},
+                JPEG,
+                "sample 20 has the unknown rm_type 'sharpness'",
+            ),
             ("jpeg_compressibility", {}, JPEG, "sample 20 of the rollout is not among the prompts"),
             ("jpeg_compressibility", {20: None}, JPEG[1:], "sample 20 has rm_type jpeg_compressibility, not among"),
             ("ocr", {20: None}, ["ocr"], "started without OCR models"),
         ],
     )
     def test_each_in_one_sentence(
-        self, files: Files, run: str | None, own: dict[int, str | None], components: list[str], says: str
+        self, files: Files, run: str | None, own: dict[int, dict[str, str] | None], components: list[str], says: str
     ) -> None:
         part = rollout_part(files, [png(noise(1))])
         with pytest.raises(StageError, match=says):
@@ -277,15 +283,13 @@ class TestRmTypes:
     def test_from_a_prompts_table(self) -> None:
         rows = [
             {"sample_index": i, "group_index": 0, "prompt": "", "seed": 0, "prompt_index": 0, "epoch": 0}
-            | {"metadata": "{}", "rm_type": own, "row_digest": ""}
-            for i, own in ((4, None), (3, "ocr"))
+            | {"metadata": own, "rm_type": None, "row_digest": ""}
+            for i, own in ((4, "{}"), (3, '{"rm_type": "ocr", "mood": 1}'))
         ]
-        assert rm_types_of(pa.Table.from_pylist(rows, schema=PROMPTS)) == {4: None, 3: "ocr"}
+        assert metadata_of(pa.Table.from_pylist(rows, schema=PROMPTS)) == {4: {}, 3: {"rm_type": "ocr", "mood": 1}}
 
     def test_names(self) -> None:
-        for name in ("pickscore", "ocr", *JPEG):
+        for name in ("pickscore", "ocr", "remote_rm", *JPEG):
             check_rm_type(name, "here")
-        with pytest.raises(InputError, match="here: rm_type remote_rm is not there yet"):
-            check_rm_type("remote_rm", "here")
         with pytest.raises(InputError, match="here: unknown rm_type 'aesthetic'"):
             check_rm_type("aesthetic", "here")

@@ -13,10 +13,9 @@ import torch
 from PIL import Image
 
 from miles_core.errors import StageError
-from miles_core.rollout.microgroup import joined
+from miles_core.rollout.microgroup import conditioning_id, joined
 from miles_core.rollout.parsing import (
     ParserWorker,
-    conditioning_id,
     conditioning_table,
     image_png,
     read_conditioning,

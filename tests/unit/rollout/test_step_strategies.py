@@ -103,7 +103,7 @@ def test_the_strategy_is_chosen_by_its_short_name(path, count, expected) -> None
 
 def test_an_unknown_strategy_is_refused() -> None:
     with pytest.raises(InputError, match="choose sde_window or epoch_global_random_choice"):
-        select_strategy(arguments(diffusion_step_strategy_path="mine.random"))
+        select_strategy(arguments(diffusion_step_strategy_path="random"))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -113,3 +114,11 @@ def test_every_point_in_the_sources_is_known_and_every_known_one_is_there() -> N
     boundaries = {point for point in POINTS if point.split(":")[1] in ("start", "before_commit", "after_commit", "end")}
     assert inside | boundaries == set(POINTS)
     assert parse_faults(",".join(f"{point}:1:error" for point in POINTS))
+
+
+def test_held_goes_on_when_it_is_told_to(ask) -> None:
+    folder = Path(ask("sync:push:1:held")["MILES_FAULT_COUNTS"])
+    threading.Timer(0.3, (folder / "sync-push.go").touch).start()
+    started = time.monotonic()
+    fault_point("sync:push")
+    assert 0.25 < time.monotonic() - started < 30

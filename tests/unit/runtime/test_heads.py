@@ -6,10 +6,13 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from miles_core.errors import StageError
+from miles_core.runtime import heads
 from miles_core.runtime.heads import (
     Head,
     adopt_head,
@@ -19,6 +22,7 @@ from miles_core.runtime.heads import (
     leave_head,
     notes,
     read_note,
+    start_head,
     write_note,
 )
 from miles_core.store.process import machine
@@ -134,3 +138,43 @@ def test_a_note_that_is_none_is_dropped(tmp_path: Path, content: str) -> None:
     assert list(notes(tmp_path)) == []
     assert end_left_heads(tmp_path) == 0
     assert not (tmp_path / "ray-1.json").exists()
+
+
+KEEPER = """
+import pathlib, sys, time
+from dataclasses import replace
+from miles_core.runtime.heads import read_note, write_note
+tries = pathlib.Path({tries!r})
+tries.write_text(tries.read_text() + "x")
+note = pathlib.Path(sys.argv[1])
+if len(tries.read_text()) < {good}:
+    import shutil
+    shutil.rmtree(read_note(note).folder)
+    sys.exit("port 6379 is taken")
+write_note(note, replace(read_note(note), address="127.0.0.1:1"))
+# One that ends is tried again.
+time.sleep(3)
+"""
+
+
+@pytest.mark.parametrize("good", [1, 3, 4])
+def test_a_head_that_ends_at_its_start_is_tried_again_and_its_words_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, good: int
+) -> None:
+    tries = tmp_path / "tries"
+    tries.write_text("")
+    code = KEEPER.format(tries=str(tries), good=good)
+    real = subprocess.Popen
+
+    def popen(command: list[str], **options: Any) -> Any:
+        return real([sys.executable, "-c", code, command[-1]], **options)
+
+    monkeypatch.setattr(heads.subprocess, "Popen", popen)
+    if good > heads.STARTS:
+        with pytest.raises(StageError, match="ended at its start, 3 times: port 6379 is taken"):
+            start_head(tmp_path / "state", "token", "run", 60.0)
+        assert not list((tmp_path / "state").glob("ray-*"))
+    else:
+        note, found = start_head(tmp_path / "state", "token", "run", 60.0)
+        assert found.address == "127.0.0.1:1" and list((tmp_path / "state").glob("ray-*")) == [note]
+    assert len(tries.read_text()) == min(good, heads.STARTS)

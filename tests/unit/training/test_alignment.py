@@ -8,7 +8,8 @@ from trained_rollouts import SDE_STEPS, SHIFTS, Iteration, checkpoint_tensors, f
 
 from miles_core.errors import StageError
 from miles_core.store.parts import read_bytes
-from miles_core.training.alignment import Gap, gate, merged, told
+from miles_core.training.agreement import gate, told
+from miles_core.training.alignment import Gap, merged
 
 DEBUG = {"diffusion_debug_mode": True}
 MEAN_SHIFT = sum(map(abs, SHIFTS)) / len(SHIFTS)

@@ -11,7 +11,7 @@ from miles_core.store.files import Files
 from miles_core.store.parts import read_bytes, read_table
 from miles_core.training.inputs import Rollout, rank_share, row_args
 from miles_core.training.rows import index_rollout, merge, read_advantages
-from miles_core.weights.packing import adapter_info, to_push
+from miles_core.weights.adapter_file import adapter_info, to_push
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ from trained_rollouts import follow, part_named, run_config, trainer
 from miles_core.errors import StageError
 from miles_core.store.files import Files
 from miles_core.store.parts import Part, read_bytes, write_file
-from miles_core.weights.packing import safetensors_metadata, to_safetensors
+from miles_core.weights.packing import to_safetensors
+from miles_core.weights.raw import file_metadata
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
 ADAPTER = "adapter/pytorch_lora_weights.safetensors"
@@ -93,11 +94,11 @@ class TestRefusedLoads:
         """The reader of the distributed checkpoint would leave the gap as it was (pitfalls 12, 45)."""
         data = read_bytes(iteration.files, part_named(trained.parts, SHARD))
         name = "exp_avg.transformer_blocks.0.attn.to_q.lora_A.weight"
-        tensors, offsets = load(data), json.loads(safetensors_metadata(data)["DCP_SHARDING_INFO"])
+        tensors, offsets = load(data), json.loads(file_metadata(data)["DCP_SHARDING_INFO"])
         assert tensors[name].shape[0] == 4 and tensors[name][:2].any() and tensors[name][2:].any()
         tensors[name] = tensors[name][kept].clone()
         offsets[name]["saved_offsets"] = [kept.start, 0]
-        metadata = {**safetensors_metadata(data), "DCP_SHARDING_INFO": json.dumps(offsets)}
+        metadata = {**file_metadata(data), "DCP_SHARDING_INFO": json.dumps(offsets)}
         place = f"loads/gap-{kept.start}/checkpoint/{SHARD}"
         part = write_file(iteration.files, place, to_safetensors(tensors, metadata))
         parts = [part if p.path.endswith(SHARD) else p for p in trained.parts]

@@ -30,8 +30,9 @@ from miles_core.store.schemas import UPDATE
 from miles_core.training.checkpoint import state_tensors
 from miles_core.training.lr_schedule import learning_rate
 from miles_core.training.trainer import TrainerRank
+from miles_core.weights.adapter_file import to_push
 from miles_core.weights.digest import policy_digest
-from miles_core.weights.packing import to_push, to_safetensors
+from miles_core.weights.packing import to_safetensors
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
 ADAPTER = "adapter/pytorch_lora_weights.safetensors"

@@ -19,8 +19,9 @@ from miles_core.store.parts import Part, read_bytes, read_table, write_file, wri
 from miles_core.store.schemas import ADVANTAGES
 from miles_core.training.messages import UpdateInputs
 from miles_core.training.trainer import TrainerRank
+from miles_core.weights.adapter_file import to_diffusers, to_push
 from miles_core.weights.digest import policy_digest
-from miles_core.weights.packing import to_diffusers, to_push, to_safetensors
+from miles_core.weights.packing import to_safetensors
 
 RANK, ALPHA, GUIDANCE, NOISE, STEPS = 4, 8, 4.5, 0.7, 4
 SDE_STEPS = (0, 1, 2)
@@ -202,6 +203,7 @@ class Iteration:
             rollout=parts,
             latents=self.latents,
             conditioning=self.conditioning,
+            train_data=[],
             advantages=[write_table(self.files, f"{name}/advantages.parquet", table)],
             policy_parts=parts_policy,
             policy_digest=digest,

@@ -5,8 +5,10 @@ import safetensors.torch
 import torch
 
 from miles_core.errors import StageError
+from miles_core.weights.adapter_file import adapter_info, to_diffusers, to_push
 from miles_core.weights.digest import policy_digest
-from miles_core.weights.packing import adapter_info, safetensors_metadata, to_diffusers, to_push, to_safetensors
+from miles_core.weights.packing import to_safetensors
+from miles_core.weights.raw import file_metadata
 
 TENSORS = {
     "transformer_blocks.0.attn.to_q.lora_A.weight": torch.arange(6.0).reshape(2, 3),
@@ -58,7 +60,7 @@ def test_digest_is_over_tensors_and_not_over_metadata():
 def test_info_comes_back():
     info = adapter_info(file())
     assert (info.rank, info.alpha, info.target_modules, info.global_step) == (2, 5, ("attn.to_q",), 3)
-    metadata = json.loads(safetensors_metadata(file())["lora_adapter_metadata"])
+    metadata = json.loads(file_metadata(file())["lora_adapter_metadata"])
     assert metadata["transformer.lora_alpha"] == 5
 
 

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from miles_core.errors import StageError
-from miles_core.weights.verify import check_probe, probe_tolerance, relative_distance
+from miles_core.weights.probe_spec import probe_tolerance
+from miles_core.weights.verify import check_probe, relative_distance
 
 TOLERANCE = probe_tolerance("fp32")
 

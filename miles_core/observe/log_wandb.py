@@ -80,6 +80,8 @@ class Wandb:
             init_timeout=_INIT_SECONDS,
             finish_timeout=_FINISH_SECONDS,
         )
+        # The service of the process that gave this command may hold the run of a killed one, which counts as in use there.
+        os.environ.pop("WANDB_SERVICE", None)
         wandb.setup(settings=wandb.Settings(silent=True))
         if mode == "online" and not wandb.login(host=given.wandb_host, prompt=False):
             raise RuntimeError("there is no API key: set WANDB_API_KEY, `wandb login`, or give --wandb-mode offline")

@@ -85,6 +85,9 @@ class RunLog:
     def __exit__(self, *_: object) -> None:
         for place in self._places:
             place.again_at = 0.0
+            if place.owed:
+                self._deliver(place)
+                place.again_at = 0.0
             self._guarded(place, place.destination.close)
             self._note(place)
 

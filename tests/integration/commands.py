@@ -45,7 +45,7 @@ class Place:
         )
 
     def environment(self) -> dict[str, str]:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MILES_", "RAY_"))}
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MILES_", "RAY_", "WANDB_"))}
         return kept | {"MILES_HOME": str(self.home), "PYTHONUNBUFFERED": "1"} | self.variables
 
     def ray_processes(self) -> set[int]:

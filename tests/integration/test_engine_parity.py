@@ -260,7 +260,7 @@ def test_parameters_that_another_hand_changed_are_told(server, embedded):
     """The checksum is of the server's live parameters, not of what was sent."""
     mine, other = adapter(embedded, 4), load_safetensors(adapter(embedded, 5))
     server.update_weights(mine, lora_alpha=ALPHA, lora_rank=RANK)
-    body = push.body_of(other, module="transformer", lora_alpha=ALPHA, lora_rank=RANK)
+    body = push.Bucket.of(other, "cpu").body(module="transformer", lora_alpha=ALPHA, lora_rank=RANK)
     server._post("/update_weights_from_tensor", body)
     with pytest.raises(StageError, match="checksum mismatch"):
         server.checksum()

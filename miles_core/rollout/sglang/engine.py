@@ -58,6 +58,7 @@ class SglangEngine:
         self._client: httpx.Client | None = None
         self._asleep = False
         self._pushed, self._digest = dict[str, str](), ""
+        self._bucket: push.Bucket | None = None
         self._text_tokens = text_tokens(Path(checkpoint), family, guided=False)
 
     def start(self) -> None:
@@ -100,8 +101,10 @@ class SglangEngine:
             clock = time.perf_counter()
             tensors = from_safetensors(adapter)
             self._pushed, self._digest = {}, ""
-            body = push.body_of(tensors, module=MODULE, lora_alpha=lora_alpha, lora_rank=lora_rank)
+            bucket = push.Bucket.of(tensors, self._device)
+            body = bucket.body(module=MODULE, lora_alpha=lora_alpha, lora_rank=lora_rank)
             told = self._post("/update_weights_from_tensor", body).json()
+            self._bucket = bucket
             bound = push.layers_updated(str(told.get("message")), len(tensors) // 2)
             self._prove(push.live_digests(tensors))
             self._pushed, self._digest = push.live_digests(tensors), policy_digest(adapter)
@@ -135,6 +138,7 @@ class SglangEngine:
             self._client, self._asleep = None, False
             self._pushed, self._digest = {}, ""
             self.server.stop()
+            self._bucket = None
 
     def when_gone(self, then: Callable[[], None]) -> None:
         """Call `then` where the server ends and was not stopped, or is looked after and does not answer."""

@@ -18,6 +18,8 @@ from miles_core.runtime.ports import free_ports
 # What the server's registry calls the model whose native pipeline serves a family: a folder's name tells it nothing.
 MODEL_IDS = {"sd3": "stable-diffusion-3.5-medium"}
 _ENCODERS = {"sd3": 3}
+# An image model's transformer and encoders would lie in host memory between requests.
+_RESIDENT = {"dit-cpu-offload": "false", "text-encoder-cpu-offload": "false"}
 _FALLBACK = "Diffusers"
 _LAST_LINES = 8
 # It stays up and never serves: its HTTP port lives, what stands behind it is gone.
@@ -54,8 +56,8 @@ def command(
         # Else it spins on a core while it has nothing to do.
         "sleep-on-idle": "true",
     }
-    given = {name.replace("_", "-"): value for name, value in options.items()}
-    words = [str(Path(sys.executable).with_name("sglang")), "serve"]
+    given = _RESIDENT | {name.replace("_", "-"): value for name, value in options.items()}
+    words = [sys.executable, "-c", "from sglang.cli.main import main; main()", "serve"]
     for name, value in (ours | given).items():
         if value == "true":
             words.append(f"--{name}")

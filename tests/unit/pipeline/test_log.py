@@ -319,6 +319,32 @@ class TestWandb:
         assert [row["mine"] for row in rows if "mine" in row] == [0.5, 1.5]
         assert [row["iteration"] for row in rows if ENTRY in row] == [0, 1]
 
+    def test_the_service_of_another_process_is_left_alone(
+        self, store: RunStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A command inherits the name of a service that has ended, or that holds the run of a killed command."""
+        monkeypatch.setenv("WANDB_SERVICE", "3-1-tcp-localhost-9")
+        said: list[str] = []
+        log_all(store, configured(tmp_path, **OFFLINE), say=said.append)
+        assert said == [] and [row["iteration"] for row in wandb_rows(tmp_path / "runs/r")] == [0, 1]
+
+    def test_what_it_is_owed_is_sent_when_the_command_ends(
+        self, store: RunStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import wandb
+
+        config, said = configured(tmp_path, **OFFLINE), list[str]()
+        init = wandb.init
+
+        def fails(**given: Any) -> Any:
+            monkeypatch.setattr(wandb, "init", init)
+            raise RuntimeError("not at this moment")
+
+        monkeypatch.setattr(wandb, "init", fails)
+        log_all(store, config, say=said.append)
+        assert len(said) == 1 and "not at this moment" in said[0]
+        assert [row["iteration"] for row in wandb_rows(tmp_path / "runs/r")] == [0, 1]
+
     def test_where_its_process_dies_the_next_command_makes_it_up(
         self, store: RunStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -332,7 +358,7 @@ class TestWandb:
                             process.kill()
         assert len(said) == 1 and "warning: wandb takes no metrics" in said[0]
         log_all(store, config)
-        assert [row["iteration"] for row in wandb_rows(tmp_path / "runs/r")] == [0, 1]
+        assert sorted(row["iteration"] for row in wandb_rows(tmp_path / "runs/r")) == [0, 1]
 
     def test_turned_on_later_it_gets_what_was_before(self, store: RunStore, tmp_path: Path) -> None:
         log_all(store, configured(tmp_path))

@@ -8,7 +8,8 @@ from miles_core.rollout.sglang.server import command
 def flags(**options: str) -> dict[str, list[str]]:
     """The flags and the words behind each."""
     found: dict[str, list[str]] = {}
-    for word in command("/models/a b", "sd3", "bf16", (4000, 4001, 4002), "nonce", options)[2:]:
+    words = command("/models/a b", "sd3", "bf16", (4000, 4001, 4002), "nonce", options)
+    for word in words[words.index("serve") + 1 :]:
         if word.startswith("--"):
             name = found.setdefault(word, [])
         else:
@@ -24,6 +25,7 @@ def test_what_it_must_be_told() -> None:
     assert told["--served-model-name"] == ["nonce"]
     assert told["--dit-precision"] == ["bf16"] and told["--text-encoder-precisions"] == ["bf16"] * 3
     assert told["--sleep-on-idle"] == [] and told["--strict-ports"] == []
+    assert told["--dit-cpu-offload"] == ["false"] and told["--text-encoder-cpu-offload"] == ["false"]
 
 
 @pytest.mark.parametrize(
@@ -31,7 +33,8 @@ def test_what_it_must_be_told() -> None:
     [
         ({"attention_backend": "torch_sdpa"}, "--attention-backend", ["torch_sdpa"]),
         ({"enable_torch_compile": "true"}, "--enable-torch-compile", []),
-        ({"dit_cpu_offload": "false"}, "--dit-cpu-offload", ["false"]),
+        ({"vae_cpu_offload": "false"}, "--vae-cpu-offload", ["false"]),
+        ({"dit_cpu_offload": "true"}, "--dit-cpu-offload", []),
         ({"sleep_on_idle": "false"}, "--sleep-on-idle", None),
         ({"text_encoder_precisions": "fp32 fp32 bf16"}, "--text-encoder-precisions", ["fp32", "fp32", "bf16"]),
     ],

@@ -14,6 +14,7 @@ from miles_core.errors import StageError
 from miles_core.observe.health import grid_of
 from miles_core.observe.metrics import mean_and_std
 from miles_core.pipeline.feed import RolloutFeed, UpstreamFailed
+from miles_core.pipeline.poison import find_poison
 from miles_core.pipeline.stage import (
     Outcome,
     Product,
@@ -123,7 +124,7 @@ class Scoring:
         self.done: list[Part] = []
         self.scored: list[str] = []
         self.pending: dict[object, Sent] = {}
-        self.waiting: list[tuple[Part, int]] = []
+        self.aside: list[Part] = []
         self.outstanding: list[int] = []
         self.moved = time.monotonic()
 
@@ -148,7 +149,7 @@ class Scoring:
             )
 
     def poll(self, timeout: float = 0.0) -> None:
-        """Take in finished parts. Raises StageError for a part that no scorer could score."""
+        """Take in finished parts; put a part aside that no scorer survived in all its tries."""
         if not self.pending:
             return
         ray = self.step.workers.ray
@@ -166,21 +167,26 @@ class Scoring:
                     continue
                 raise fault.cause if isinstance(fault.cause, Exception) else fault from None
             except ray.exceptions.RayActorError as fault:
-                if self.step.workers.aborted or tries >= self.step.config.reward.reward_max_retries:
+                if self.step.workers.aborted:
                     raise StageError(
                         f"the scorer's process died {tries + 1} times on {part.path} ({reason_of(fault)}); "
                         "run the same command again to resume"
                     ) from None
                 self._replace(sent.worker, sent.actor)
-                self._send(part, tries + 1)
+                self._send_again(sent)
             self.moved = time.monotonic()
         if time.monotonic() - self.moved > self.step.workers.seconds:
             self._replace_silent()
 
     def wait(self) -> None:
-        """Until the last part is scored."""
+        """Until the last part is scored. Raises StageError that names the sample that no scorer survives."""
         while self.pending:
             self.poll(timeout=1.0)
+        # What waited behind a poisoned part at the same scorer was put aside with it: alone, it is scored.
+        aside, self.aside = self.aside, []
+        failed = [(part, why_not) for part in aside if (why_not := self._score_alone(part))]
+        if failed:
+            raise StageError(self._poison(*failed[0]))
 
     def finish(self, rollout: Manifest) -> Product:
         """Wait for the last parts. The figures are of the rewards and, for the guard, of the rollout's images."""
@@ -204,20 +210,61 @@ class Scoring:
 
     def _replace_silent(self) -> None:
         """Nothing was scored for the time limit: replace the scorers that have work, and hand their parts out again."""
-        workers, config = self.step.workers, self.step.config
         silent, self.pending, self.moved = list(self.pending.values()), {}, time.monotonic()
-        tried = max(sent.tries for sent in silent)
-        if tried >= config.reward.reward_max_retries:
-            paths = ", ".join(sent.part.path for sent in silent)
-            raise StageError(
-                f"no scorer answered within {workers.seconds / 60:g} minutes for {paths}; run the same command again to "
-                "resume"
-            )
         for sent in silent:
             self._replace(sent.worker, sent.actor)
             self.outstanding[sent.worker] = 0
         for sent in silent:
+            self._send_again(sent)
+
+    def _send_again(self, sent: Sent) -> None:
+        if sent.tries < self.step.config.reward.reward_max_retries:
             self._send(sent.part, sent.tries + 1)
+        else:
+            self.aside.append(sent.part)
+
+    def _score_alone(self, part: Part) -> str | None:
+        """Why no scorer survives the part, None where it was scored after all."""
+        components = list(self.step.inputs.components)
+        try:
+            scored, told = self._asked("score", self.files, part, self._free_name(part), components, self.metadata)
+        except FileExistsError:
+            return self._score_alone(part)
+        if told is None:
+            self._finished(scored)
+        return told
+
+    def _poison(self, part: Part, reason: str) -> str:
+        components = list(self.step.inputs.components)
+        found = find_poison(
+            part.rows,
+            lambda start, stop: self._asked("probe", self.files, part, start, stop, components, self.metadata)[1],
+        )
+        kept = "all other parts are scored and kept; run the same command again to resume"
+        if found is None:
+            return f"{reason} on {part.path}, though on no sample of it alone; {kept}"
+        row = read_table(self.files, part, ["sample_index", "prompt", "seed"]).slice(found[0], 1).to_pylist()[0]
+        return (
+            f"{found[1]} on sample {row['sample_index']} (prompt {row['prompt']!r}, seed {row['seed']}) of {part.path}; "
+            f"{kept}"
+        )
+
+    def _asked(self, method: str, *args: Any) -> tuple[Any, str | None]:
+        """(answer, None) of a scorer that has nothing else to do, or (None, how it ended)."""
+        workers = self.step.workers
+        ray, actor = workers.ray, workers.scorers(self.step.config, self.step.inputs)[0]
+        try:
+            return ray.get(actor.call(method, *args), timeout=workers.seconds), None
+        except ray.exceptions.RayTaskError as fault:
+            raise fault.cause if isinstance(fault.cause, Exception) else fault from None
+        except ray.exceptions.RayActorError as fault:
+            told = f"the scorer's process died ({reason_of(fault)})"
+            if workers.aborted:
+                raise StageError(f"{told}; run the same command again to resume") from None
+        except ray.exceptions.GetTimeoutError:
+            told = f"no scorer answered within {workers.seconds / 60:g} minutes"
+        self._replace(0, actor)
+        return None, told
 
     def _replace(self, index: int, dead: Any) -> None:
         workers, config, inputs = self.step.workers, self.step.config, self.step.inputs

@@ -77,6 +77,19 @@ class RewardWorker:
         columns |= self._scored([_sample(row, metadata) for row in rows], rollout_part.path, components)
         return write_table(files, out_path, pa.table(columns, schema=rewards_schema(components)))
 
+    def probe(
+        self,
+        files: Files,
+        rollout_part: Part,
+        start: int,
+        stop: int,
+        components: list[str],
+        metadata: Mapping[int, Mapping[str, Any] | None],
+    ) -> None:
+        """Score the part's rows from `start` up to `stop` and write nothing. Arguments and errors as in `score`."""
+        rows = read_table(files, rollout_part, ROLLOUT_COLUMNS).slice(start, stop - start).to_pylist()
+        self._scored([_sample(row, metadata) for row in rows], rollout_part.path, components)
+
     def score_evaluation(
         self,
         files: Files,

@@ -144,6 +144,17 @@ class RewardActor(FencedActor):
         fault_point("rewards:score")
         return self.worker.score(files, part, path, components, metadata)
 
+    def probe(
+        self,
+        files: Files,
+        part: Part,
+        start: int,
+        stop: int,
+        components: list[str],
+        metadata: dict[int, dict[str, Any]],
+    ) -> None:
+        self.worker.probe(files, part, start, stop, components, metadata)
+
     def score_evaluation(
         self, files: Files, made: Any, path: str, components: list[str], metadata: dict[int, dict[str, Any]]
     ) -> Part:

@@ -54,6 +54,7 @@ _NAMES = {
         "flow_grpo_loss_formula": "miles_core.algorithms.flow_grpo.flow_grpo_loss_formula",
     },
     "miles.backends.fsdp_utils.loss_hub.types": {"PreparedBatch": "miles_core.algorithms.flow_grpo.PreparedBatch"},
+    "miles.rollout.rm_hub": {"batched_async_rm": "miles_core.rewards.rm_hub.batched_async_rm"},
     "miles.utils.misc": {"load_function": "miles_core.user_code.load_function"},
     "miles.rollout.rm_hub.pickscore": {"_sample_to_rgb_hwc_uint8_frames": "miles_core.rewards.scores.rgb_frames"},
 }
@@ -238,6 +239,11 @@ def _prepare(code_path: str) -> None:
             if name not in sys.modules:
                 sys.modules[name] = types.ModuleType(name)
                 sys.modules[name].__path__ = []
-        for attribute, ours in names.items():
-            where, _, what = ours.rpartition(".")
-            setattr(sys.modules[module], attribute, getattr(importlib.import_module(where), what))
+        vars(sys.modules[module]).setdefault("__getattr__", functools.partial(_ours, module, names))
+
+
+def _ours(module: str, names: dict[str, str], attribute: str) -> Any:
+    """What stands here for a name of the reference, imported when it is asked for."""
+    if attribute not in names:
+        raise AttributeError(f"{module} has no {attribute} here: it has {', '.join(names)}")
+    return load_function(names[attribute])

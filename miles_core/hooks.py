@@ -30,11 +30,21 @@ class Hook:
 
 
 _CORE = "miles_core"
-_ROLLOUT = ("args", "rollout_id", "data_source", "evaluation")
+_ROLLOUT = ("args", "rollout_id", "data_source")
 
 HOOKS: tuple[Hook, ...] = (
-    Hook("rollout_function_path", f"{_CORE}.rollout.rollout_function.generate_rollout", _ROLLOUT),
-    Hook("eval_function_path", f"{_CORE}.rollout.rollout_function.generate_rollout", _ROLLOUT),
+    Hook(
+        "rollout_function_path",
+        f"{_CORE}.rollout.rollout_function.generate_rollout",
+        _ROLLOUT,
+        optional=("evaluation",),
+    ),
+    Hook(
+        "eval_function_path",
+        f"{_CORE}.rollout.rollout_function.generate_rollout",
+        _ROLLOUT,
+        optional=("evaluation",),
+    ),
     Hook(
         "data_source_path",
         f"{_CORE}.data.data_source.RolloutDataSourceWithBuffer",

@@ -37,6 +37,11 @@ _NAMES = {
         "generate_microgroup": "miles_core.rollout.rollout_function.generate_microgroup",
         "generate_rollout": "miles_core.rollout.rollout_function.generate_rollout",
     },
+    "miles.rollout.base_types": {
+        "RolloutFnTrainOutput": "miles_core.rollout.rollout_function.RolloutFnTrainOutput",
+        "RolloutFnEvalOutput": "miles_core.rollout.rollout_function.RolloutFnEvalOutput",
+        "call_rollout_fn": "miles_core.rollout.rollout_function.call_rollout_fn",
+    },
     "miles.rollout.step_strategy_hub": {
         "sde_window": "miles_core.rollout.step_strategies.sde_window",
         "epoch_global_random_choice": "miles_core.rollout.step_strategies.epoch_global_random_choice",
@@ -49,6 +54,7 @@ _NAMES = {
         "flow_grpo_loss_formula": "miles_core.algorithms.flow_grpo.flow_grpo_loss_formula",
     },
     "miles.backends.fsdp_utils.loss_hub.types": {"PreparedBatch": "miles_core.algorithms.flow_grpo.PreparedBatch"},
+    "miles.rollout.rm_hub": {"batched_async_rm": "miles_core.rewards.rm_hub.batched_async_rm"},
     "miles.utils.misc": {"load_function": "miles_core.user_code.load_function"},
     "miles.rollout.rm_hub.pickscore": {"_sample_to_rgb_hwc_uint8_frames": "miles_core.rewards.scores.rgb_frames"},
 }
@@ -85,6 +91,12 @@ def load_function(path: str) -> Any:
     AttributeError."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
+
+
+def load_own(option: str, args: Any) -> Callable[..., Any] | None:
+    """The user's function in the place of the hook `option` as it is, None where `args` names none there."""
+    path = getattr(args, option)
+    return None if path is None else load_hook(option, path, args.code_path)
 
 
 def own_function(option: str, args: Any, during: str = "") -> Callable[..., Any] | None:
@@ -143,15 +155,17 @@ def hook_digest(option: str, path: str, code_path: str) -> str:
 def _check_signature(function: Callable[..., Any], hook: Hook, where: str) -> None:
     is_class = bool(hook.methods) or (bool(hook.keywords) and not hook.parameters)
     kind = "class" if is_class else f"{'async ' if hook.asynchronous else ''}def"
-    named = (*hook.keywords, *(f"{name}=False" for name in hook.optional))
-    words = [*hook.parameters, *(["*", *named] if named else [])]
+    shown = (*hook.keywords, *(f"{name}=False" for name in hook.optional))
+    words = [*hook.parameters, *(["*", *shown] if shown else [])]
     expected = f"{kind} {hook.default.rsplit('.', 1)[1]}({', '.join(words)})"
     if hook.methods:
         expected += " with " + ", ".join(f"{name}({', '.join(['self', *taken])})" for name, taken in hook.methods)
     if hook.methods and not inspect.isclass(function):
         raise InputError(f"{where} is no class: write it as {expected}")
     try:
-        inspect.signature(function).bind(*hook.parameters, **dict.fromkeys(hook.keywords))
+        signature = inspect.signature(function)
+        named = (*hook.keywords, *(name for name in hook.optional if name in signature.parameters))
+        signature.bind(*hook.parameters, **dict.fromkeys(named))
         for name, taken in hook.methods:
             inspect.signature(getattr(function, name)).bind(None, *taken)
     except AttributeError as fault:
@@ -225,6 +239,11 @@ def _prepare(code_path: str) -> None:
             if name not in sys.modules:
                 sys.modules[name] = types.ModuleType(name)
                 sys.modules[name].__path__ = []
-        for attribute, ours in names.items():
-            where, _, what = ours.rpartition(".")
-            setattr(sys.modules[module], attribute, getattr(importlib.import_module(where), what))
+        vars(sys.modules[module]).setdefault("__getattr__", functools.partial(_ours, module, names))
+
+
+def _ours(module: str, names: dict[str, str], attribute: str) -> Any:
+    """What stands here for a name of the reference, imported when it is asked for."""
+    if attribute not in names:
+        raise AttributeError(f"{module} has no {attribute} here: it has {', '.join(names)}")
+    return load_function(names[attribute])

@@ -132,6 +132,19 @@ class RolloutGroup(Group):
         "num_steps, seed) -> (sde_step_indices, None); unset: sde_window",
         affects=("rollout",),
     )
+    rollout_function_path: Text | None = option(
+        None,
+        "dotted path of an own rollout loop, (args, rollout_id, data_source, evaluation=False) -> RolloutFnTrainOutput of all "
+        "groups that data_source gives, each made by generate_microgroup or generate_rollout. Enters by its source",
+        affects=("rollout", "evaluation"),
+        code=True,
+    )
+    eval_function_path: Text | None = option(
+        None,
+        "the same for evaluation, evaluation=True; unset: rollout_function_path. Enters by its source",
+        affects=("evaluation",),
+        code=True,
+    )
     custom_generate_function_path: Text | None = option(
         None,
         "dotted path of an own generation of a microgroup, async (args, microgroup, sampling_params, *, evaluation) -> samples, "

@@ -5,8 +5,7 @@ NOT_YET = frozenset(
     rollout_num_gpus rollout_num_gpus_per_engine num_gpus_per_node colocate offload offload_train offload_rollout
     distributed_backend cuda_visible_devices fsdp_cpu_offload fsdp_cpu_backend sequence_parallel_size
     ulysses_degree fsdp_attention_backend fsdp_flow_shift train_env_vars model_backend_path
-    train_pipeline_config_path use_checkpoint_lr_scheduler override_lr_scheduler rollout_function_path
-    eval_function_path diffusion_guidance_scale_2
+    train_pipeline_config_path use_checkpoint_lr_scheduler override_lr_scheduler diffusion_guidance_scale_2
     diffusion_true_cfg_scale diffusion_output_num_frames diffusion_fps diffusion_flow_shift
     rollout_patch_group update_weight_target_module update_weight_buffer_size sglang_server_concurrency
     num_epoch start_rollout_id sft_encoder_checkpoint sft_frame_stride

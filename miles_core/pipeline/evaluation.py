@@ -20,7 +20,7 @@ from miles_core.pipeline.policy import adapter_of, policy_version
 from miles_core.pipeline.rollout import CommittedPrompts
 from miles_core.pipeline.stage import Outcome, Product, Step, Upstreams, find_stage, run_stage
 from miles_core.pipeline.upstream import line
-from miles_core.rollout.rollout_function import GENERATOR, generate_rollout
+from miles_core.rollout.rollout_function import GENERATOR, run_rollout
 from miles_core.runtime.faults import fault_point
 from miles_core.store.lock import LockLost
 from miles_core.store.manifest import Manifest
@@ -122,7 +122,7 @@ def compute(step: Step, attempt: Attempt, upstream: Upstreams) -> Product:
     dispatch.load_policy()
     token = GENERATOR.set(dispatch)
     try:
-        generate_rollout(args, step.iteration, CommittedPrompts(groups), evaluation=True)
+        run_rollout(args, step.iteration, CommittedPrompts(groups), groups, evaluation=True)
     except* Exception as failures:
         raise _first(failures) from None
     finally:

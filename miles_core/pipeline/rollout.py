@@ -13,7 +13,7 @@ from miles_core.pipeline.feed import RolloutFeed
 from miles_core.pipeline.policy import adapter_of, policy_version
 from miles_core.pipeline.stage import Outcome, Product, Step, Upstreams, run_stage, stage_fingerprint
 from miles_core.rollout.microgroup import Microgroup, difference
-from miles_core.rollout.rollout_function import GENERATOR, generate_rollout
+from miles_core.rollout.rollout_function import GENERATOR, run_rollout
 from miles_core.runtime.faults import fault_point
 from miles_core.store.digest import ROW_DIGEST
 from miles_core.store.manifest import Manifest
@@ -131,7 +131,7 @@ def make_groups(
     args.over_sampling_batch_size = len(groups)
     token = GENERATOR.set(dispatcher)
     try:
-        generate_rollout(args, step.iteration, CommittedPrompts(groups))
+        run_rollout(args, step.iteration, CommittedPrompts(groups), groups)
     except* Exception as failures:
         raise _first(failures) from None
     finally:

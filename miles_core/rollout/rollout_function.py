@@ -11,11 +11,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from miles_core.config import flag
 from miles_core.data.sample import Sample
 from miles_core.errors import StageError
 from miles_core.rollout.protocol import GenerateRequest
 from miles_core.rollout.step_strategies import select_strategy, step_seed
-from miles_core.user_code import own_function
+from miles_core.user_code import load_own, own_function
 
 
 @dataclass
@@ -23,6 +24,14 @@ class RolloutFnTrainOutput:
     """What a rollout function returns: groups of samples, and metrics of its own."""
 
     samples: list[list[Sample]]
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RolloutFnEvalOutput:
+    """What a rollout function returns of an evaluation: samples by set (`{name: {"samples": […]}}`), and metrics of its own."""
+
+    data: dict[str, dict[str, Any]]
     metrics: dict[str, Any] = field(default_factory=dict)
 
 
@@ -48,6 +57,70 @@ def generate_rollout(
     groups = data_source.get_samples(args.over_sampling_batch_size)
     asyncio.run(_generate_groups(args, rollout_id, groups, evaluation))
     return RolloutFnTrainOutput(groups)
+
+
+def run_rollout(
+    args: Any, rollout_id: int, data_source: DataSource, groups: list[list[Sample]], *, evaluation: bool = False
+) -> None:
+    """The user's --rollout-function-path (--eval-function-path in an evaluation) over `groups`, the samples that `data_source`
+    will give; generate_rollout where there is none. Raises StageError where it raises or leaves out a sample."""
+    option = "eval_function_path" if evaluation and args.eval_function_path else "rollout_function_path"
+    function = load_own(option, args)
+    if function is None:
+        generate_rollout(args, rollout_id, data_source, evaluation)
+        return
+    drawn = [sample.index for group in groups for sample in group]
+    who, of = f"{flag(option)} {getattr(args, option)}", f"on samples {min(drawn)}..{max(drawn)}"
+    try:
+        output = call_rollout_fn(function, args, rollout_id, data_source, evaluation=evaluation)
+    except* StageError as failures:
+        raise _first(failures) from None
+    except* Exception as failures:
+        fault = _first(failures)
+        raise StageError(
+            f"{who} failed {of}: {type(fault).__name__}: {fault}; mend it and run the same command again"
+        ) from fault
+    returned = _indices(output)
+    if returned is None or sorted(returned) != sorted(drawn):
+        told = "something else" if returned is None else f"{len(returned)} samples"
+        raise StageError(
+            f"{who} returned {told} for the {len(drawn)} samples {min(drawn)}..{max(drawn)}: take the groups of "
+            "data_source.get_samples and return all of them once, as RolloutFnTrainOutput(samples=groups)"
+        )
+
+
+def call_rollout_fn(
+    function: Callable[..., Any], args: Any, rollout_id: int, data_source: DataSource, *, evaluation: bool = False
+) -> Any:
+    """A rollout function's output, a list (of groups) or a dict (of evaluation sets) wrapped. One that takes no `evaluation`
+    is not given it."""
+    takes = inspect.signature(function).parameters.values()
+    named = any(p.name == "evaluation" or p.kind is p.VAR_KEYWORD for p in takes)
+    output = function(args, rollout_id, data_source, **({"evaluation": evaluation} if named else {}))
+    if isinstance(output, list):
+        return RolloutFnTrainOutput(output)
+    return RolloutFnEvalOutput(output) if isinstance(output, dict) else output
+
+
+def _indices(output: Any) -> list[int] | None:
+    """Indices of the samples that a rollout function returned; None where it is no such output."""
+    if isinstance(output, RolloutFnEvalOutput):
+        sets = [one.get("samples") if isinstance(one, dict) else None for one in output.data.values()]
+        groups: Any = [one if isinstance(one, list) else [None] for one in sets]
+    elif isinstance(output, RolloutFnTrainOutput):
+        groups = output.samples
+    else:
+        return None
+    flat = [s for group in groups for s in (group if isinstance(group, list) else [group])]
+    flat = [s for one in flat for s in (one if isinstance(one, list) else [one])]
+    return [s.index for s in flat] if all(isinstance(s, Sample) for s in flat) else None
+
+
+def _first(failures: BaseExceptionGroup) -> BaseException:
+    error: BaseException = failures
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 async def _generate_groups(args: Any, rollout_id: int, groups: list[list[Sample]], evaluation: bool) -> None:

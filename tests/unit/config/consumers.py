@@ -53,6 +53,7 @@ def prepare(ctx, batch, *, pad_to_len=None): return batch
 def pairs(args, samples, rewards, raw_rewards): return {}
 def convert(args, samples): return {}
 async def generate(args, microgroup, sampling_params): return microgroup
+def rollout(args, rollout_id, data_source): return []
 def last(args, rollout_id, buffer, num_samples): return [buffer.pop()]
 class Source:
     def __init__(self, args): pass

@@ -53,6 +53,7 @@ LOOP = "tests/integration/test_train.py::"
 
 EXAMPLE = "tests/integration/test_hooks.py::test_the_worked_example"
 TRAINED_ON_OWN = "tests/integration/test_hooks.py::test_a_training_on_functions_of_ones_own"
+OWN_ROLLOUT = "tests/unit/rollout/test_rollout_function.py::test_"
 OWN_OBJECTIVE = "tests/unit/training/test_own_objective.py::test_"
 ON_ITS_OWN = "_is_trained_on_its_own_pairs_and_its_metrics_are_columns"
 
@@ -310,6 +311,8 @@ ALGORITHM: dict[str, Effect | OneChoice] = {
     "custom_convert_samples_to_train_data_path": own(
         "convert", "custom_convert_samples_to_train_data_path", TRAINED_ON_OWN
     ),
+    "rollout_function_path": own("rollout", "rollout_function_path", f"{OWN_ROLLOUT}an_own_loop_is_run"),
+    "eval_function_path": own("rollout", "eval_function_path", f"{OWN_ROLLOUT}an_evaluation_has_its_own_loop"),
     "custom_generate_function_path": own("generate", "custom_generate_function_path", TRAINED_ON_OWN),
     "sde_step_backend_path": own("Backend", "sde_step_backend_path", f"{OWN_OBJECTIVE}own_dynamics_move_the_log_probs"),
     "diffusion_recompute_old_log_prob": Effect(
@@ -514,7 +517,8 @@ STAGES_OF: dict[tuple[str, ...], str] = {
         "rollout",
         "evaluation",
     ): """rollout_engine sglang_options diffusion_guidance_scale diffusion_negative_prompt diffusion_height
-        diffusion_width diffusion_generator_device rollout_microgroup_size custom_generate_function_path""",
+        diffusion_width diffusion_generator_device rollout_microgroup_size custom_generate_function_path
+        rollout_function_path""",
     ("rollout", "update"): "diffusion_log_prob_no_const diffusion_debug_mode debug_alignment",
     ("rollout", "update", "evaluation"): "diffusion_forward_dtype diffusion_model_family",
     (
@@ -522,7 +526,7 @@ STAGES_OF: dict[tuple[str, ...], str] = {
         "evaluation",
     ): """rm_type custom_rm_path rm_url pickscore_model_path pickscore_processor_path
         pickscore_batch_size ocr_engine ocr_min_confidence ocr_det_model_dir ocr_rec_model_dir""",
-    ("evaluation",): "eval_prompt_data n_samples_per_eval_prompt diffusion_eval_num_steps",
+    ("evaluation",): "eval_function_path eval_prompt_data n_samples_per_eval_prompt diffusion_eval_num_steps",
     ("rewards", "advantages", "evaluation"): "rm_types rm_weights",
     ("advantages",): """rm_normalize advantage_estimator disable_grpo_std_normalization globalize_reward_mean
         globalize_reward_std custom_reward_post_process_path rollout_sample_filter_path

@@ -38,6 +38,7 @@ def scored(folder: Path, **args: Any) -> list[dict[str, Any]]:
 def test_every_sample_is_scored_by_all_and_gets_the_weighted_sum(
     tmp_path: Path, given: tuple[float, ...] | None, first: float, second: float
 ) -> None:
+    """Each component is kept by its name beside the sum (pitfall 26)."""
     rows = scored(tmp_path, rm_weights=given)
     for row in rows:
         kilobytes = row["score_jpeg_incompressibility"]
@@ -58,6 +59,7 @@ class TestNormalized:
     GROUPS = [0, 0, 1, 1]  # noqa: RUF012
 
     def test_no_reward_outweighs_another_by_its_scale(self) -> None:
+        """The hard reward is not starved by a loud one (pitfall 26)."""
         told = several_rewards(args(), self.REWARDS, self.GROUPS, {"a": 1.0, "b": 1.0})
         assert told.advantage == pytest.approx([-2, 2, -1, 1], abs=1e-3)
         larger = {"a": self.REWARDS["a"], "b": [1000 * value for value in self.REWARDS["b"]]}

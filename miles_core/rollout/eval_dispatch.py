@@ -75,7 +75,7 @@ class EvaluationDispatch(EngineDispatch[Part]):
                 gone = self._gone(scorer.name, fault)
                 if workers.aborted or tries >= workers.config.reward.reward_max_retries:
                     raise StageError(
-                        f"{path} could not be scored in {tries + 1} tries ({gone}); run the same command again to resume"
+                        f"{path} could not be scored after {tries} retries ({gone}); run the same command again to resume"
                     ) from None
                 await asyncio.to_thread(workers.replace_scorer, scorers, index, scorer, workers.config, self.evaluated)
                 tries += 1

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class EvaluationDispatch(EngineDispatch[Part]):
-    """evaluated: the set of the samples. name_part(number) gives a new path for a microgroup's number, which is that of
+    """evaluated: the sets of the samples. name_part(number) gives a new path for a microgroup's number, which is that of
     its first sample. A scorer that dies or is silent is replaced, and what was made is scored again by the next one,
     `reward_max_retries` times, as in training."""
 
@@ -44,7 +44,7 @@ class EvaluationDispatch(EngineDispatch[Part]):
                 "encode",
                 result,
                 request=request,
-                eval_set=self.evaluated.name,
+                eval_set=self.evaluated.set_of(microgroup[0].group_index),
                 prompt_index=microgroup[0].group_index,
                 sample_indices=[sample.index for sample in microgroup],
                 policy_digest=self.digest,

@@ -169,7 +169,8 @@ def resolve_eval_set(config: RunConfig) -> EvalSet | None:
     if config.evaluation.eval_prompt_data is None:
         return None
     option = "--eval-prompt-data"
-    sets, prompts = [], []
+    sets: list[tuple[str, int]] = []
+    prompts: list[Prompt] = []
     for name, path in named_sets(config.evaluation.eval_prompt_data):
         held = load_prompts(
             resolve_prompt_path(path, option),

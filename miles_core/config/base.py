@@ -50,7 +50,10 @@ def _pair(value: Any) -> Any:
 
 
 def _words(value: Any) -> Any:
-    return " ".join(map(str, value)) if isinstance(value, list | tuple) else value
+    """Words as text, a pair a line."""
+    if not isinstance(value, list | tuple):
+        return value
+    return "\n".join(" ".join(map(str, value[i : i + 2])) for i in range(0, len(value), 2))
 
 
 def _written(value: Any) -> Any:

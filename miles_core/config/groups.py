@@ -405,8 +405,8 @@ class EvaluationGroup(Group):
     )
     eval_prompt_data: Words | None = option(
         None,
-        "evaluation set: its name and its prompts' file (NAME PATH), or the file alone, a set named default; files and "
-        "keys as for prompt_data. Enters by its name and what it holds",
+        "evaluation sets: each its name and its prompts' file (NAME PATH NAME PATH, in a variable a pair a line), or one "
+        "file alone, a set named default; files and keys as for prompt_data. Enters by the names and what they hold",
         affects=("evaluation",),
         by_content=True,
     )

@@ -11,7 +11,7 @@ from miles_core.errors import InputError
 
 ENVIRONMENT_PREFIX = "MILES_SCRIPT_"
 ENGINE_OPTIONS = "sglang_options"
-_TWO_WORDS = {"eval_prompt_data"}
+_PAIRS = {"eval_prompt_data"}
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 
 
@@ -43,8 +43,8 @@ def from_flags(tokens: Sequence[str]) -> dict[str, Any]:
         else:
             check_known(name, token)
             changes[name] = value if equals else _take(token, rest)
-            if name in _TWO_WORDS and not equals and rest and not rest[0].startswith("--"):
-                changes[name] = f"{changes[name]} {rest.pop(0)}"
+            if name in _PAIRS and not equals:
+                changes[name] = _pairs(token, changes[name], rest)
     return changes
 
 
@@ -130,6 +130,16 @@ def _split(text: str) -> list[str]:
         return shlex.split(text)
     except ValueError as fault:
         raise InputError(f"--extra-args {text!r}: {fault}, check the quotes") from None
+
+
+def _pairs(token: str, first: str, rest: list[str]) -> str:
+    """One word, or NAME PATH NAME PATH ..., a pair a line."""
+    words = [first]
+    while rest and not rest[0].startswith("--"):
+        words.append(rest.pop(0))
+    if len(words) > 1 and len(words) % 2:
+        raise InputError(f"{token} {shlex.join(words)}: a name lacks its file, write {token} NAME PATH NAME PATH")
+    return "\n".join(" ".join(words[i : i + 2]) for i in range(0, len(words), 2))
 
 
 def _take(token: str, rest: list[str], *, flags_allowed: bool = False) -> str:

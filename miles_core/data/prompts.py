@@ -38,7 +38,7 @@ def resolve_prompt_path(prompt_data: str, option: str = "--prompt-data") -> Path
 
 
 def named_set(eval_prompt_data: str) -> tuple[str, str]:
-    """(name, file) of --eval-prompt-data: NAME PATH, or the path alone. Raises InputError for a name that is none."""
+    """(name, file) of one set: NAME PATH, or the path alone. Raises InputError for a name that is none."""
     name, _, path = eval_prompt_data.partition(" ")
     if not path.strip() or os.path.isfile(eval_prompt_data):
         return DEFAULT_SET, eval_prompt_data.strip()
@@ -48,6 +48,16 @@ def named_set(eval_prompt_data: str) -> tuple[str, str]:
             "digits, dot, dash and underscore, and write NAME PATH"
         )
     return name, path.strip()
+
+
+def named_sets(eval_prompt_data: str) -> list[tuple[str, str]]:
+    """(name, file) of each set of --eval-prompt-data, a line each. Raises InputError as `named_set`, and for a name that
+    is there twice."""
+    sets = [named_set(line) for line in eval_prompt_data.splitlines() if line.strip()]
+    names = [name for name, _ in sets]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise InputError(f"--eval-prompt-data names the set {twice[0]!r} twice: give each set a name of its own")
+    return sets
 
 
 def load_prompts(

@@ -133,9 +133,12 @@ def compute(step: Step, attempt: Attempt, upstream: Upstreams) -> Product:
             f"the evaluation made {sum(part.rows for part in parts)} of {total} samples; run the same command again to "
             "resume"
         )
-    rewards = [r for part in parts for r in read_table(files, part, ["reward"]).column("reward").to_pylist()]
+    rewards: dict[str, list[float]] = {name: [] for name, _ in evaluated.sets}
+    for part in parts:
+        for row in read_table(files, part, ["eval_set", "reward"]).to_pylist():
+            rewards[row["eval_set"]].append(row["reward"])
     told_of = {"policy_digest": dispatch.digest, "policy_version": dispatch.version}
-    return Product(parts, {"sets": {evaluated.name: _figures(rewards)}, **told_of})
+    return Product(parts, {"sets": {name: _figures(own) for name, own in rewards.items()}, **told_of})
 
 
 def eval_args(config: RunConfig, prompts: int) -> SimpleNamespace:

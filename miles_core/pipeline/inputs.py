@@ -1,12 +1,13 @@
 """The input files of a run, resolved, checked and digested before anything starts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 
 from miles_core.config import RunConfig, affects, depending
 from miles_core.config.folders import code_path, home
-from miles_core.data.prompts import Prompt, load_prompts, named_set, prompts_digest, resolve_prompt_path
+from miles_core.data.prompts import Prompt, load_prompts, named_sets, prompts_digest, resolve_prompt_path
 from miles_core.errors import InputError
 from miles_core.families.resolve import checkpoint_digest, family_of, resolve_checkpoint
 from miles_core.pipeline.source import reads_prompt_file
@@ -22,9 +23,12 @@ from miles_core.user_code import hook_digest, load_hook
 
 @dataclass(frozen=True)
 class EvalSet:
-    """The prompts of an evaluation, and what scores the samples made of them."""
+    """The prompts of an evaluation, and what scores the samples made of them.
 
-    name: str
+    sets: (name, number of prompts) of each named set; their prompts follow each other, numbered through from 0.
+    """
+
+    sets: tuple[tuple[str, int], ...]
     prompts: tuple[Prompt, ...]
     components: tuple[str, ...]
     ocr_folders: tuple[str, str] | None
@@ -33,8 +37,14 @@ class EvalSet:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over the set's name and what its file means."""
-        return sha256_hex(canonical_json([self.name, prompts_digest(self.prompts)]))
+        """SHA-256 over the sets' names and sizes and what their files mean; of a single set its name alone."""
+        named: object = self.sets[0][0] if len(self.sets) == 1 else [list(each) for each in self.sets]
+        return sha256_hex(canonical_json([named, prompts_digest(self.prompts)]))
+
+    def set_of(self, prompt_index: int) -> str:
+        """Name of the set that a prompt belongs to."""
+        ends = accumulate(count for _, count in self.sets)
+        return next(name for (name, _), end in zip(self.sets, ends, strict=True) if prompt_index < end)
 
 
 @dataclass(frozen=True)
@@ -155,24 +165,28 @@ def _bytes_digest(path: Path) -> str:
 
 
 def resolve_eval_set(config: RunConfig) -> EvalSet | None:
-    """The set of --eval-prompt-data, found and checked; None where it is unset. Raises InputError."""
+    """The sets of --eval-prompt-data, found and checked; None where it is unset. Raises InputError."""
     if config.evaluation.eval_prompt_data is None:
         return None
     option = "--eval-prompt-data"
-    name, path = named_set(config.evaluation.eval_prompt_data)
-    prompts = load_prompts(
-        resolve_prompt_path(path, option),
-        input_key=config.data.input_key,
-        metadata_key=config.data.metadata_key,
-        rm_type=config.reward.rm_type,
-        rm_types=config.reward.rm_types,
-        custom=config.reward.custom_rm_path is not None,
-        option=option,
-    )
+    sets: list[tuple[str, int]] = []
+    prompts: list[Prompt] = []
+    for name, path in named_sets(config.evaluation.eval_prompt_data):
+        held = load_prompts(
+            resolve_prompt_path(path, option),
+            input_key=config.data.input_key,
+            metadata_key=config.data.metadata_key,
+            rm_type=config.reward.rm_type,
+            rm_types=config.reward.rm_types,
+            custom=config.reward.custom_rm_path is not None,
+            option=option,
+        )
+        prompts += [replace(prompt, index=len(prompts) + prompt.index) for prompt in held]
+        sets.append((name, len(held)))
     components = _components(config, prompts)
     ocr = _ocr(config, components)
     digest = ocr_models_digest(*ocr) if ocr else None
-    return EvalSet(name, tuple(prompts), tuple(components), ocr, digest, _pickscore(config, components))
+    return EvalSet(tuple(sets), tuple(prompts), tuple(components), ocr, digest, _pickscore(config, components))
 
 
 def _components(config: RunConfig, prompts: Sequence[Prompt]) -> list[str]:

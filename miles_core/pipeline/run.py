@@ -8,7 +8,7 @@ from typing import Any
 
 from miles_core.config import FIELDS, RunConfig, affects, build, by_content, flag, is_code
 from miles_core.config.folders import artifact_root, local_path
-from miles_core.data.prompts import PROMPT_SETS, named_set
+from miles_core.data.prompts import PROMPT_SETS, named_sets
 from miles_core.errors import InputError
 from miles_core.families.resolve import PACKAGED
 from miles_core.pipeline.inputs import Inputs, resolve_inputs
@@ -101,14 +101,16 @@ def absolute(config: RunConfig) -> RunConfig:
         value = config.flat()[name]
         if not by_content(name) or is_code(name) or not value:
             continue
-        words, path = named_set(value) if name == "eval_prompt_data" else ("", value)
-        if path not in PROMPT_SETS and path not in PACKAGED:
-            path = str(local_path(path, flag(name)))
-        changes[name] = f"{words} {path}".strip()
+        pairs = named_sets(value) if name == "eval_prompt_data" else [("", value)]
+        changes[name] = "\n".join(f"{words} {_found(path, name)}".strip() for words, path in pairs)
     for name in ("wandb_dir", "tensorboard_dir"):
         if (folder := config.flat()[name]) and "://" not in folder:
             changes[name] = str(local_path(folder, flag(name)))
     return config.replace(**changes)
+
+
+def _found(path: str, name: str) -> str:
+    return path if path in PROMPT_SETS or path in PACKAGED else str(local_path(path, flag(name)))
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from miles_core.data.sample import Sample
+from miles_core.errors import StageError
 from miles_core.rollout.dispatch import EngineDispatch
 from miles_core.rollout.protocol import GenerateRequest
 from miles_core.runtime.workers import Workers
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
 
 
 class EvaluationDispatch(EngineDispatch[Part]):
-    """evaluated: the set of the samples. name_part(number) gives a new path for a microgroup's number, which is that of
-    its first sample."""
+    """evaluated: the sets of the samples. name_part(number) gives a new path for a microgroup's number, which is that of
+    its first sample. A scorer that dies or is silent is replaced, and what was made is scored again by the next one,
+    `reward_max_retries` times, as in training."""
 
     def __init__(
         self,
@@ -42,7 +44,7 @@ class EvaluationDispatch(EngineDispatch[Part]):
                 "encode",
                 result,
                 request=request,
-                eval_set=self.evaluated.name,
+                eval_set=self.evaluated.set_of(microgroup[0].group_index),
                 prompt_index=microgroup[0].group_index,
                 sample_indices=[sample.index for sample in microgroup],
                 policy_digest=self.digest,
@@ -58,24 +60,25 @@ class EvaluationDispatch(EngineDispatch[Part]):
     async def _scored(self, number: int, made: Any, microgroup: list[Sample]) -> Part:
         ray, workers = self.workers.ray, self.workers
         scorers = await asyncio.to_thread(workers.scorers, workers.config, self.evaluated)
-        index = number % len(scorers)
         metadata = {sample.index: sample.metadata for sample in microgroup}
+        tries = 0
         while True:
-            scorer = scorers[index]
+            index = (number + tries) % len(scorers)
+            scorer, path = scorers[index], self.name_part(number)
             try:
                 call = scorer.call(
-                    "score_evaluation",
-                    self.files,
-                    made,
-                    self.name_part(number),
-                    list(self.evaluated.components),
-                    metadata,
+                    "score_evaluation", self.files, made, path, list(self.evaluated.components), metadata
                 )
                 part: Part = await asyncio.wait_for(_wait(call), workers.seconds)
                 return part
             except (ray.exceptions.RayActorError, TimeoutError) as fault:
+                gone = self._gone(scorer.name, fault)
+                if workers.aborted or tries >= workers.config.reward.reward_max_retries:
+                    raise StageError(
+                        f"{path} could not be scored after {tries} retries ({gone}); run the same command again to resume"
+                    ) from None
                 await asyncio.to_thread(workers.replace_scorer, scorers, index, scorer, workers.config, self.evaluated)
-                raise self._gone(scorer.name, fault) from None
+                tries += 1
             except ray.exceptions.RayTaskError as fault:
                 if isinstance(fault.cause, FileExistsError):
                     continue

@@ -227,7 +227,7 @@ def _scores(components: Sequence[str]) -> list[pa.Field]:
 _EVALUATED = [
     column("sample_index", pa.int64(), "number of the sample in the evaluation, from 0"),
     column("eval_set", pa.string(), "name of the evaluation set"),
-    column("prompt_index", pa.int64(), "row of the prompt in the set's file, from 0"),
+    column("prompt_index", pa.int64(), "number of the prompt in the evaluation, from 0: the sets follow each other"),
     column("prompt", pa.string(), "prompt text"),
     column("negative_prompt", pa.string(), "negative prompt; null where guidance is off", nullable=True),
     column(

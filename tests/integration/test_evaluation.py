@@ -21,10 +21,10 @@ OPTIONS = (
     *("--diffusion-num-steps", "4", "--diffusion-sde-window-range", "0,3", "--micro-batch-size", "4"),
 )
 # Requests of 4 and 2 samples, a scorer that training has not, and another number of steps.
-SET = [
-    {"input": "a tall tree", "metadata": {"rm_type": "jpeg_incompressibility"}},
-    {"input": "a low wall"},
-]
+SETS = {
+    "held-out": {"input": "a tall tree", "metadata": {"rm_type": "jpeg_incompressibility"}},
+    "walls": {"input": "a low wall"},
+}
 SAMPLES = 6
 FAILURE = "evaluation:landed:2:error"
 
@@ -32,7 +32,8 @@ FAILURE = "evaluation:landed:2:error"
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     made = Place(tmp_path_factory.mktemp("home"))
-    (made.home / "held-out.jsonl").write_text("\n".join(map(json.dumps, SET)))
+    for name, prompt in SETS.items():
+        (made.home / f"{name}.jsonl").write_text(json.dumps(prompt))
     yield made
     made.miles("down")
 
@@ -40,7 +41,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 def evaluating(place: Place) -> tuple[str, ...]:
     return (
         *("--run-id", "watched", *OPTIONS, "--eval-interval", "1"),
-        *("--eval-prompt-data", "held-out", str(place.home / "held-out.jsonl")),
+        *("--eval-prompt-data", *(word for name in SETS for word in (name, str(place.home / f"{name}.jsonl")))),
         *("--n-samples-per-eval-prompt", str(SAMPLES), "--diffusion-eval-num-steps", "3"),
     )
 

@@ -179,6 +179,19 @@ class TestFlags:
         expected = {"lr": "1e-3", "use_lora": True, "gradient_checkpointing": False, "num_rollout": "5", "new": False}
         assert from_flags(tokens) == expected
 
+    def test_evaluation_sets_are_pairs_a_line_each(self) -> None:
+        tokens = ["--eval-prompt-data", "a", "x.txt", "b", "my y.txt", "--lr", "1"]
+        given = from_flags(tokens)
+        assert given == {"eval_prompt_data": "a x.txt\nb my y.txt", "lr": "1"}
+        assert from_flags(as_flags(given)) == given
+        assert (
+            config(eval_prompt_data=["a", "x.txt", "b", "my y.txt"]).evaluation.eval_prompt_data
+            == "a x.txt\nb my y.txt"
+        )
+        assert from_flags(["--eval-prompt-data", "x.txt"]) == {"eval_prompt_data": "x.txt"}
+        with pytest.raises(InputError, match="--eval-prompt-data a x.txt b: a name lacks its file"):
+            from_flags(["--eval-prompt-data", "a", "x.txt", "b"])
+
     def test_underscores_are_dashes_and_the_last_wins(self) -> None:
         assert from_flags(["--num_rollout", "1", "--num-rollout", "2"]) == {"num_rollout": "2"}
 

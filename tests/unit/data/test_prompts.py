@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_core.data.prompts import PROMPT_SETS, Prompt, load_prompts, named_set, resolve_prompt_path
+from miles_core.data.prompts import PROMPT_SETS, Prompt, load_prompts, named_set, named_sets, resolve_prompt_path
 from miles_core.errors import InputError
 from miles_core.rewards.quoted import normalized, quoted_target
 
@@ -208,6 +208,11 @@ class TestEvaluationSet:
     )
     def test_a_name_and_a_file_or_a_file_alone(self, given: str, found: tuple[str, str]) -> None:
         assert named_set(given) == found
+
+    def test_several_sets_stand_a_line_each_and_no_name_twice(self) -> None:
+        assert named_sets("a x.txt\n\nb my y.txt\n") == [("a", "x.txt"), ("b", "my y.txt")]
+        with pytest.raises(InputError, match="the set 'a' twice"):
+            named_sets("a x.txt\na y.txt")
 
     def test_a_file_with_a_space_in_its_name_is_a_file(self, tmp_path: Path) -> None:
         (tmp_path / "my evals.txt").write_text("a\n")

@@ -260,11 +260,13 @@ def test_paths_are_recorded_as_they_are_found_from_any_folder(home: Path, monkey
     (home / "model").mkdir()
     (home / "model" / "model_index.json").write_text('{"_class_name": "StableDiffusion3Pipeline"}')
     monkeypatch.chdir(home)
-    config = recipe("tiny").replace(prompt_data="p.txt", hf_checkpoint="model", eval_prompt_data="drawn p.txt")
+    config = recipe("tiny").replace(
+        prompt_data="p.txt", hf_checkpoint="model", eval_prompt_data="drawn p.txt\nown p.txt"
+    )
     planned = plan_run(config, "tiny")
     begin_run(planned, "tiny", str(home))
     record = planned.store.record()
     assert record is not None
     assert record["config"]["data"]["prompt_data"] == str(home / "p.txt")
-    assert record["config"]["evaluation"]["eval_prompt_data"] == f"drawn {home / 'p.txt'}"
+    assert record["config"]["evaluation"]["eval_prompt_data"] == f"drawn {home / 'p.txt'}\nown {home / 'p.txt'}"
     assert record["config"]["rollout"]["hf_checkpoint"] == str(home / "model")

@@ -68,7 +68,7 @@ def make(step: Step, attempt: Attempt, upstream: Upstreams) -> Product:
         made = evaluated_table(
             engine.generate(request),
             request,
-            eval_set=each.name,
+            eval_set=each.set_of(group[0].group_index),
             prompt_index=group[0].group_index,
             sample_indices=[s.index for s in group],
             policy_digest=policy.summary["policy_digest"],
@@ -207,7 +207,7 @@ def test_what_an_earlier_try_left_whole_is_kept(evaluated: TinyRun) -> None:
     assert evaluation._kept(step, attempt, groups, SAMPLES) == {}
     damaged = kept.pop(2)
     data = bytearray(step.store.files.read(damaged.path))
-    data[len(data) // 2] ^= 1
+    data[data.index(b"IDAT") + 8] ^= 1
     step.store.files.replace(damaged.path, bytes(data))
     assert evaluation._kept(step, attempt, groups, 2) == kept
 
@@ -269,6 +269,23 @@ def test_metrics_are_by_set(evaluated: TinyRun, capsys: pytest.CaptureFixture[st
     assert float(shown["eval/held-out/reward/raw_mean"]) == pytest.approx(float(rewards.mean()), rel=1e-3)
     assert float(shown["eval/held-out/reward/raw_std"]) == pytest.approx(float(rewards.std(correction=0)), rel=1e-3)
     assert "perf/eval_time" in shown
+
+
+def test_several_sets_are_one_evaluation_numbered_through_with_names_and_seeds_of_their_own(evaluated: TinyRun) -> None:
+    alone, first = evaluated.inputs, cast(Any, evaluated.inputs.evaluation)
+    (evaluated.root / "words.txt").write_text("a red sign\n")
+    both = f"held-out {evaluated.root}/held-out.txt\nwords {evaluated.root}/words.txt"
+    evaluated.config = evaluated.config.replace(eval_prompt_data=both)
+    evaluated.inputs = resolve_inputs(evaluated.config)
+    assert cast(Any, evaluated.inputs.evaluation).sets == (("held-out", 2), ("words", 1))
+    renamed = evaluated.config.replace(eval_prompt_data=both.replace("words ", "signs "))
+    digests = {first.digest, *(cast(Any, resolve_inputs(c).evaluation).digest for c in (evaluated.config, renamed))}
+    assert len(digests) == 3 and alone.all() == evaluated.inputs.all()
+    made = rows(evaluated, evaluate(evaluated.step(1)))
+    assert [row["eval_set"] for row in made] == ["held-out"] * 2 * SAMPLES + ["words"] * SAMPLES
+    assert [row["sample_index"] for row in made] == list(range(3 * SAMPLES))
+    assert [row["seed"] for row in made] == [FIRST_SEED + i for i in range(3 * SAMPLES)]
+    assert {row["prompt"] for row in made[2 * SAMPLES :]} == {"a red sign"}
 
 
 def test_the_disk_line_counts_evaluations(evaluated: TinyRun) -> None:
